@@ -31,7 +31,7 @@ IN_TEXT = "in plain decimal digits, without spaces or underscores"
 
 
 def count(default: Value, low: int = 0, **metadata: str) -> Value:
-    """Return a field that holds whole numbers of at least `low`."""
+    """Return a dataclass field for integers of at least `low`."""
     return _checked(default, lambda value, name: check_count(value, name, low), metadata)
 
 
@@ -44,13 +44,13 @@ def number(
     open_high: bool = False,
     **metadata: str,
 ) -> Value:
-    """Return a field that holds numbers within these bounds."""
+    """Return a dataclass field for numbers within these bounds."""
     bounds = {"open_low": open_low, "open_high": open_high}
     return _checked(default, lambda value, name: check_number(value, name, low, high, **bounds), metadata)
 
 
 def choice(default: Value, choices: Iterable[str | None]) -> Value:
-    """Return a field that holds one of the choices."""
+    """Return a dataclass field for one of the choices."""
     return _checked(default, lambda value, name: check_choice(value, name, choices), {})
 
 
@@ -59,7 +59,7 @@ def _checked(default: Value, check: Callable[[object, str], None], metadata: Map
 
 
 def check_fields(config: "DataclassInstance") -> None:
-    """Raise if a field holds what it must not. None is right where the field's type allows it."""
+    """Raise if a field has an invalid value. None is valid if the field's type allows it."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         # a default of None is looked at first: torch's compiler cannot follow a look at types
@@ -75,7 +75,7 @@ def check_fields(config: "DataclassInstance") -> None:
 def parse_number(text: str) -> int | float | None:
     """Return the number in a text of plain decimal digits (12, -0.5, 1e-4); None for any other text.
 
-    This is the rule for all options. int() and float() also take spaces, underscores, digits of other scripts and nan.
+    All options use this rule. int() and float() would also accept spaces, underscores, digits of other scripts and nan.
     """
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         return None
@@ -85,7 +85,7 @@ def parse_number(text: str) -> int | float | None:
 
 
 def _from_text(name: str, text: str, kind: type) -> int | float:
-    """Return the number in an option's text, a whole one for int."""
+    """Return the number in an option's text; raise if `kind` is int and it is not an integer."""
     found = parse_number(text)
     if found is None or (kind is int and isinstance(found, float)):
         wanted = "whole number" if kind is int else "number"
@@ -94,7 +94,7 @@ def _from_text(name: str, text: str, kind: type) -> int | float:
 
 
 def unknown_option(name: str, known: Iterable[str], of: str = "", config: type | None = None) -> str:
-    """Return the message for a name that is none of the known ones."""
+    """Return the error message for an unknown name, with the nearest known one."""
     if config is not None and (other := _set_by(config).get(name.rpartition(".")[2])):
         return f"{name!r} is no option{of}; {other!r} is what sets it"
     if told := _trl.hint(name.rpartition(".")[2], "" if config is None else config.__name__.removesuffix("Config")):
@@ -108,7 +108,7 @@ def unknown_option(name: str, known: Iterable[str], of: str = "", config: type |
 
 
 def without_use(rule: object, needed: Sequence[tuple[str, str]], types: Sequence[str]) -> list[str]:
-    """Return a sentence for each option that differs from its default and is of a loss type that is not used."""
+    """Return a sentence for each changed option whose loss type is not used."""
     return [
         f"{name} has no effect: it is for loss_type={loss_type!r}, found {', '.join(types)}"
         for name, loss_type in needed
@@ -124,7 +124,7 @@ class Config:
     """What every config can do."""
 
     def __post_init__(self) -> None:
-        """Raise if a field is of another kind than its type, or holds what it must not."""
+        """Raise if a field has the wrong type or an invalid value."""
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             part = part_of(type(self), name)
@@ -137,11 +137,11 @@ class Config:
 
     @classmethod
     def from_options(cls, options: Mapping[str, object] | None = None, **more: object) -> Self:
-        """Return the config with these options; an unknown one is an error that names the nearest known one."""
+        """Return a config with these options. An unknown name raises an error that suggests the nearest known one."""
         return cls().changed({**(options or {}), **more})
 
     def changed(self, options: Mapping[str, object] | None = None, **more: object) -> Self:
-        """Return a copy with these options, flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
+        """Return a copy with these options: flat ("batch_size"), nested ({"run": {…}}) or dotted ("run.batch_size")."""
         tree: Json = {}
         for name, value in {**(options or {}), **more}.items():
             path = _path_of(type(self), str(name))
@@ -152,7 +152,7 @@ class Config:
         return _with(self, tree, "")
 
     def to_dict(self) -> Json:
-        """Return nested plain values, as JSON and YAML hold them; `from_options` takes them back."""
+        """Return the options as a nested dict for JSON or YAML, which `from_options` accepts."""
         return _plain(self)
 
 
@@ -160,7 +160,7 @@ class Config:
 
 
 def options_in(config: "DataclassInstance | type[DataclassInstance]") -> list[dataclasses.Field[object]]:
-    """Return the fields that are options; one with "set_by" in its metadata is set by another option."""
+    """Return the fields that are options, without those that another option sets ("set_by" in the metadata)."""
     return [field for field in dataclasses.fields(config) if "set_by" not in field.metadata]
 
 
@@ -175,7 +175,7 @@ def _set_by(config: type) -> dict[str, str]:
 
 
 def option_names(config: type) -> list[str]:
-    """Return every name `from_options` takes flat: fields at the top and of the parts (dotted of optional parts)."""
+    """Return all flat names that `from_options` accepts: fields of the config and its parts (dotted if optional)."""
     names = []
     for field in options_in(config):
         part = part_of(config, field.name)
@@ -238,7 +238,7 @@ def _put(tree: Json, path: list[str], value: object, name: str) -> None:
 
 
 def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
-    """Return `config` with the tree's values in place of its own."""
+    """Return a copy of `config` with the values of the tree."""
     values = {}
     names = [field.name for field in options_in(config)]
     for name, value in tree.items():
@@ -260,7 +260,7 @@ def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
 
 
 def _as_hinted(name: str, value: object, hint: object) -> object:
-    """Return numbers and tuples as the field wants them: YAML reads 1e-4 as text, and JSON knows no tuples."""
+    """Return the value converted to the field's type: YAML reads 1e-4 as text, and JSON has no tuples."""
     kinds = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
     tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
     if isinstance(value, str) and str not in kinds and kinds & {int, float}:

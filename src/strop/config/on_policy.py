@@ -69,7 +69,7 @@ class PolicyGradientConfig(RewardOptions):
 
     @functools.cached_property
     def recomputes(self) -> bool:
-        """Whether old log-probs come from a forward of their own."""
+        """True if old log-probs are computed by a separate forward."""
         return self.old_logps == "recompute" or (self.old_logps == "auto" and self.sampling.cuts)
 
 
@@ -132,7 +132,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     @functools.cached_property
     def recomputes(self) -> bool:
-        """Whether old log-probs come from a forward of their own."""
+        """True if old log-probs are computed by a separate forward."""
         return super().recomputes or (self.old_logps == "auto" and self.importance_cap is not None)
 
 
@@ -201,7 +201,7 @@ class DistillConfig(TrainerConfig):
 
     @property
     def from_dataset(self) -> bool:
-        """Whether rows need completions."""
+        """True if rows of the dataset need completions."""
         return self.on_policy < 1 and self.off_policy == "dataset"
 
 

@@ -59,11 +59,11 @@ class Tokens:
     cut_N: tuple[Tensor, Tensor, Tensor] | None = None
 
     def active(self, values_N: Tensor) -> Tensor:
-        """Return the values, 0 where the mask is 0."""
+        """Return the values, with 0 where the mask is 0."""
         return values_N if self.mask_N is None else values_N.masked_fill(~self.mask_N, 0.0)
 
     def detached(self) -> Tokens:
-        """Return the same tokens without their graph."""
+        """Return the same tokens, detached from the autograd graph."""
         return replace(self, logps_N=self.logps_N.detach(), log_ratio_N=self.log_ratio_N.detach())
 
 
@@ -88,7 +88,7 @@ class PolicyLossType:
 
 
 def clipped_surrogate(tokens: Tokens, rule: PolicyRule) -> Tensor:
-    """Return −min(r·A, clip(r)·A), with r ≤ delta where A < 0."""
+    """Return −min(r·A, clip(r)·A), where r is at most delta if A < 0."""
     if rule.importance_level == "geometric":  # clipped before the mean was taken
         return -tokens.log_ratio_N.exp() * tokens.advantages_N
     bounds = rule.bounds
@@ -100,7 +100,7 @@ def clipped_surrogate(tokens: Tokens, rule: PolicyRule) -> Tensor:
 
 
 def d_clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> Tensor:
-    """Return −A·r, and 0 where the ratio is cut."""
+    """Return the derivative of the clipped surrogate: −A·r, and 0 where the ratio is clipped."""
     bounded_N = ratio_N.clamp(bounds.low, bounds.delta).where(advantages_N < 0, ratio_N.clamp(max=bounds.high))
     cut_N = (bounded_N < ratio_N) | (bounded_N > ratio_N)  # a NaN is not
     return (-advantages_N * ratio_N).masked_fill(cut_N, 0.0)
@@ -113,31 +113,31 @@ def clipped_weight(tokens: Tokens, rule: PolicyRule) -> Tensor:
 
 
 def d_clipped_weight(ratio_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> Tensor:
-    """Return −min(r, high)·A."""
+    """Return the derivative of CISPO's loss, −min(r, high)·A."""
     return -advantages_N * ratio_N.clamp(max=bounds.high)
 
 
 def soft_gate(tokens: Tokens, rule: PolicyRule) -> Tensor:
-    """Return −4/τ·σ(τ·(r − 1))·A, with the temperature τ by the sign of A (SAPO)."""
+    """Return −4/τ·σ(τ·(r − 1))·A, where the sign of A selects the temperature τ (SAPO)."""
     heat_N = _heat(tokens.logps_N, tokens.advantages_N, rule.bounds)
     ratio_N = tokens.log_ratio_N.clamp(max=FLAT).exp()
     return -(heat_N * (ratio_N - 1)).sigmoid() * (4 / heat_N) * tokens.advantages_N
 
 
 def d_soft_gate(ratio_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> Tensor:
-    """Return −4·A·σ·(1 − σ)·r."""
+    """Return the derivative of SAPO's loss, −4·A·σ·(1 − σ)·r."""
     ratio_N = ratio_N.clamp(max=math.exp(FLAT))
     gate_N = _heat(ratio_N, advantages_N, bounds) * (ratio_N - 1)
     return -4 * advantages_N * gate_N.sigmoid() * (-gate_N).sigmoid() * ratio_N
 
 
 def _heat(like_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> Tensor:
-    """Return the gate's temperature at every token, in the dtype of `like_N`."""
+    """Return the temperature of SAPO's gate for each token, in the dtype of `like_N`."""
     return like_N.new_full(like_N.shape, bounds.low).masked_fill(advantages_N > 0, bounds.high)
 
 
 def gamma_weight(tokens: Tokens, rule: PolicyRule) -> Tensor:
-    """Return −stop_gradient(φ(w))·A·log π with φ(w) = w^k·exp(λ − λw), w the product of the sequence's ratios (VESPO)."""
+    """Return −stop_gradient(φ(w))·A·log π, φ(w) = w^k·exp(λ − λw), w the product of the sequence's ratios (VESPO)."""
     log_w_N = tokens.log_ratio_N.detach().clamp(math.log(1e-8), 20.0)
     k_negative, decay_negative, k_positive, decay_positive = rule.vespo_gamma
     k_N, decay_N = (
@@ -149,7 +149,7 @@ def gamma_weight(tokens: Tokens, rule: PolicyRule) -> Tensor:
 
 
 def cut(log_ratio_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where −min(r·A, clip(r)·A) is constant in r, by the bound that holds it: low, high, delta.
+    """Return three masks: the tokens clipped by low, by high and by delta, where −min(r·A, clip(r)·A) is constant in r.
 
     min() keeps the smaller product: for A ≥ 0 the smaller ratio (clip acts above), for A < 0 the larger (it acts below).
     """
@@ -179,7 +179,7 @@ POLICY_LOSS_TYPES = tuple(POLICY_LOSSES)
 
 
 def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBounds:
-    """The arguments `clip_eps` and `delta` of a loss as bounds of the ratio, checked."""
+    """Return the bounds of the ratio for a loss's `clip_eps` and `delta`; raise if they are invalid."""
     check_choice(loss_type, "loss_type", tuple(POLICY_LOSSES))
     pair = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
     if len(pair) != 2:
@@ -261,7 +261,7 @@ class PolicyRule:
         object.__setattr__(self, "row_suffices", alone and not self.entropy_coef)
 
     def _check_level(self) -> None:
-        """What a loss type or an importance level has no use for is not given."""
+        """Raise if an option is set that the loss type or importance level does not support."""
         for name, value in (("clip_eps", self.clip_eps), ("delta", self.delta)):
             if not self.type.clips and value is not None:
                 raise ValueError(f"{name} must be None for {self.loss_type!r}, which clips nothing, found {value}")
@@ -276,7 +276,7 @@ class PolicyRule:
                 raise ValueError(f"delta must be None at the geometric importance_level, found {self.delta}")
 
     def without_effect(self) -> list[str]:
-        """Return the options that are set and that this loss type has no use for, each with the reason."""
+        """Return a sentence for each option that is set but has no effect with this loss type."""
         needed = (("sapo_temperatures", "sapo"), ("vespo_gamma", "vespo"))
         return without_use(self, needed, (self.loss_type,))
 
@@ -290,7 +290,7 @@ class PolicyRule:
 
     @property
     def bounds(self) -> ClipBounds:
-        """Of the ratio; for sapo the temperatures of its gate."""
+        """The bounds of the ratio; for sapo the temperatures of its gate."""
         if self.loss_type == "sapo":
             return ClipBounds(*self.sapo_temperatures, math.inf)
         if self.importance_level == "geometric":
@@ -304,13 +304,13 @@ class PolicyRule:
 
     @property
     def text(self) -> str:
-        """What a row needs, for operators of torch.ops, which take no objects; `from_text` is the way back."""
+        """The fields that a row's loss needs, as text for torch.ops, which takes no objects; `from_text` parses it."""
         low, high = self.sapo_temperatures if self.loss_type == "sapo" else self._pair
         return f"{self.loss_type} {low} {high} {self.delta} {self.beta} {self.kl_estimator}"
 
     @property
     def type(self) -> PolicyLossType:
-        """The loss's declaration."""
+        """The loss type's entry in `POLICY_LOSSES`."""
         return POLICY_LOSSES[self.loss_type]
 
     def weight(self, length: int, num_tokens: int, num_sequences: int) -> float:
@@ -319,7 +319,7 @@ class PolicyRule:
         return 1 / ((count or 1) * (divisor or max(length, 1)))
 
     def weight_divisors(self, num_tokens: Count, num_sequences: Count) -> tuple[Count, int | None]:
-        """Return what a token's weight is divided by: a count, and a length. A length of None is that of its sequence."""
+        """Return (count, length) for the weight 1/(count·length); length None is the length of the token's sequence."""
         weight = self.type.weight
         if weight == "tokens":
             return num_tokens, 1

@@ -77,7 +77,7 @@ class PreferenceRule:
             raise ValueError("label_smoothing must be above 0 for 'exo_pair', which takes its logarithm, found 0")
 
     def without_effect(self) -> list[str]:
-        """Return the options that are set and that these loss types have no use for, each with the reason."""
+        """Return a sentence for each option that is set but has no effect with these loss types."""
         return without_use(self, (("simpo_gamma", "simpo"), ("discopop_tau", "discopop")), self.types)
 
     @property

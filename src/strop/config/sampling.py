@@ -43,7 +43,7 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens cannot be drawn, so that the distribution is not the policy's at this temperature."""
+        """True if some tokens cannot be drawn, so the distribution differs from the policy's at this temperature."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 

@@ -128,6 +128,6 @@ class TrainerConfig(Config):
             raise ValueError(f"quantize must be None with shard='full', found {self.quantize!r}")
 
     def without_effect(self) -> list[str]:
-        """Return a sentence for each option that is set and has no effect beside the others; a trainer warns of them."""
+        """Return a sentence for each option that is set but has no effect; trainers issue them as warnings."""
         check = getattr(getattr(self, "loss", None), "without_effect", None)
         return [] if check is None else check()

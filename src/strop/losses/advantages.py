@@ -5,8 +5,8 @@
     gae_advantages     Σ (γλ)^k·δ over the tokens from t on    GAE, arXiv 1506.02438; as strop.compute_gae
 
 The arithmetic is float64, so float32 rewards give the correctly rounded float32. Equal rewards give exactly 0, and so
-does a group of one. NaN or infinity among the rewards raises an error on the CPU. On a GPU, where a check would wait for
-the device, the whole group becomes NaN.
+does a group of one. NaN or infinity among the rewards raises an error on the CPU. On a GPU, where a check would wait
+for the device, the whole group becomes NaN.
 
 Shapes: B rewards in P groups of G, padded if group sizes differ; for GAE B sequences of T tokens in chunks of C.
 """

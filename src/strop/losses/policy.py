@@ -115,8 +115,8 @@ def policy_loss(
     ref_logps         [B, T] of the reference; if given, the kl is computed
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
     num_tokens, num_sequences   see `token_weights`
-    rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta needs ref_logps, entropy_coef
-                      needs entropy
+    rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta needs ref_logps,
+                      entropy_coef needs entropy
 
     returns           (loss, policy_loss, kl) with `.metrics`; loss = policy_loss + beta·kl − entropy_coef·entropy
 

@@ -262,8 +262,8 @@ def pair_preference_loss(
                                        each sum by its length, and for sft; ignored by the others
     rule_options                       fields of `PreferenceRule`: loss_type="sigmoid", beta=0.1 and so on
 
-    returns                            [B] float32 (float64 for float64); value and gradient are finite however far apart
-                                       the log-probs are
+    returns                            [B] float32 (float64 for float64); value and gradient are finite however far
+                                       apart the log-probs are
     """
     logps = policy_chosen, policy_rejected, ref_chosen, ref_rejected
     return _as_pair(PreferenceRule(**rule_options), *logps, chosen_lengths, rejected_lengths).losses()

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts transformer from scratch: NumPy only, every gradient by hand, equal to transformers' Mixtral."""
+"""A Mixture-of-Experts transformer in NumPy with hand-written gradients, numerically equal to transformers' Mixtral."""
 
 from strop.moe.config import MoEConfig
 from strop.moe.engines import EngineUnavailable, available_engines, register_engine

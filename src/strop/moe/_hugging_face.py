@@ -1,4 +1,4 @@
-"""The arguments and results of a Hugging Face causal LM: transformers' types, or stand-ins, and checks.
+"""Arguments and results of a Hugging Face causal LM: transformers' types or substitutes, and checks of arguments.
 
 Shapes: B rows, T columns.
 """
@@ -13,7 +13,7 @@ from strop._types import Array, Json
 from strop.moe import _inputs
 from strop.moe.config import MoEConfig
 
-IGNORE = -100  # the label that is no target
+IGNORE = -100  # the label of a position without a target
 ABSENT = ("past_key_values", "inputs_embeds", "use_cache", "output_attentions", "output_hidden_states")
 
 
@@ -25,7 +25,7 @@ class PlainConfig(SimpleNamespace):
 
 
 class PlainOutput(dict[str, Any]):
-    """The result of a forward: `.logits`, `["logits"]` or, among those that are not None, by position."""
+    """The result of a forward. Read it as `.logits`, `["logits"]` or by position among the values that are not None."""
 
     def __init__(self, **fields: object):
         super().__init__({name: value for name, value in fields.items() if value is not None})
@@ -43,7 +43,7 @@ def _types() -> tuple[Any, Any]:
         from transformers import MixtralConfig
         from transformers.modeling_outputs import MoeCausalLMOutputWithPast
     except ModuleNotFoundError as error:
-        if error.name != "transformers":  # it is installed, and broken: say so
+        if error.name != "transformers":  # transformers is installed but broken: raise its error
             raise
         return PlainConfig, PlainOutput
     return MixtralConfig, MoeCausalLMOutputWithPast
@@ -53,7 +53,7 @@ Config, Output = _types()
 
 
 def refuse(arguments: Json) -> None:
-    """Raise for options of transformers' forward that the engine has not, unless they are off."""
+    """Raise if an option of transformers' forward that the engine does not support is on."""
     for name, value in arguments.items():
         if name not in ABSENT:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
@@ -63,7 +63,7 @@ def refuse(arguments: Json) -> None:
 
 
 def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None) -> None:
-    """Raise unless positions rise by one from real token to real token. They may start anywhere: RoPE sees differences."""
+    """Raise unless positions rise by one per real token. They may start anywhere: RoPE depends on differences only."""
     positions_BT = _inputs.as_token_ids(position_ids, "position_ids")
     B, T = tokens_BT.shape
     if positions_BT.shape not in ((B, T), (1, T)):
@@ -71,7 +71,7 @@ def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndar
             f"position_ids must have the shape {(B, T)} of input_ids or {(1, T)}, found {positions_BT.shape}"
         )
     real_BT = np.ones((B, T), bool) if mask_BT is None else mask_BT
-    start_BT = positions_BT - (real_BT.cumsum(1) - 1)  # where each token says its row began
+    start_BT = positions_BT - (real_BT.cumsum(1) - 1)  # the row's first position, according to each token
     first_B1 = real_BT.argmax(1)[:, None]
     wrong_BT = real_BT & (start_BT != np.take_along_axis(start_BT, first_B1, 1))
     if wrong_BT.any():
@@ -84,7 +84,7 @@ def check_positions(position_ids: Array, tokens_BT: np.ndarray, mask_BT: np.ndar
 
 
 def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, config: MoEConfig) -> np.ndarray:
-    """Return the labels moved left by one, −100 at the end and where padding would have to predict."""
+    """Return the labels shifted left by one, with −100 at the end and at padding, which predicts nothing."""
     labels_BT = _inputs.as_token_ids(labels, "labels")
     if labels_BT.shape != tokens_BT.shape:
         raise ValueError(f"labels must have the shape {tokens_BT.shape} of input_ids, found {labels_BT.shape}")
@@ -97,5 +97,5 @@ def targets_of(labels: Array, tokens_BT: np.ndarray, mask_BT: np.ndarray | None,
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return None, one id or several as a tuple."""
+    """Return the ids as a tuple, given None, one id or several."""
     return () if value is None else tuple(np.atleast_1d(value).tolist())

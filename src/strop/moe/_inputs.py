@@ -1,4 +1,4 @@
-"""Checks of token ids, targets and masks, which are brought into the form that engines take.
+"""Checks of token ids, targets and masks, and their conversion to the form that engines take.
 
 Shapes: B rows, T columns.
 """
@@ -13,7 +13,7 @@ from strop.moe.config import MoEConfig
 
 
 def as_token_ids(value: Array, name: str) -> np.ndarray:
-    """Return (B, T) of int64, B and T at least 1. `check_ids_in_range` checks the range."""
+    """Return the ids as int64 (B, T), B and T at least 1. Their range is checked by `check_ids_in_range`."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name} must be integers, found {array.dtype}")
@@ -25,7 +25,7 @@ def as_token_ids(value: Array, name: str) -> np.ndarray:
 
 
 def check_ids_in_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_BT: np.ndarray | None = None) -> None:
-    if ids_BT.view(np.uint64).max() < config.vocab_size:  # as such, negative ids are the largest
+    if ids_BT.view(np.uint64).max() < config.vocab_size:  # as unsigned integers, negative ids are the largest
         return
     wrong_BT = (ids_BT < 0) | (ids_BT >= config.vocab_size)
     if counts_BT is not None:
@@ -41,9 +41,9 @@ def check_ids_in_range(ids_BT: np.ndarray, name: str, config: MoEConfig, counts_
 def as_batch(
     tokens: Array, attention_mask: Array | None, config: MoEConfig, name: str = "tokens"
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens and the mask of real ones (None where all are), fit for an engine; ids under padding become 0.
+    """Return the engine's tokens, with id 0 at padding, and the mask of real tokens (None if there is no padding).
 
-    name   what the caller calls the tokens, for the messages
+    name   the name of the caller's argument, for error messages
     """
     tokens_BT = as_token_ids(tokens, name)
     mask_BT = as_mask(attention_mask, "attention_mask", tokens_BT.shape, of=name)
@@ -71,7 +71,7 @@ def as_targets(
     attention_mask_BT: np.ndarray | None,
     config: MoEConfig,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return targets and the mask of those that count; padding never does."""
+    """Return the targets and the mask of those in the loss, which excludes padding."""
     targets_BT = as_token_ids(targets, "targets")
     if targets_BT.shape != tokens_BT.shape:
         raise ValueError(f"targets must have the shape {tokens_BT.shape} of tokens, found {targets_BT.shape}")
@@ -85,7 +85,7 @@ def as_targets(
 def as_counts(
     counts: Array | None, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, name: str
 ) -> np.ndarray:
-    """Return the mask of the tokens to be scored: real ones that have a real token before them in their row."""
+    """Return the mask of the tokens to score: real tokens that are not the first of their row."""
     counts_BT = as_mask(counts, name, tokens_BT.shape, of="input_ids" if name == "completion_mask" else "tokens")
     if counts_BT is None:
         counts_BT = np.ones(tokens_BT.shape, bool)
@@ -97,7 +97,7 @@ def as_counts(
 
 
 def left_padded(prompts: Sequence[Array]) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompts of different lengths as (tokens_BT, attention_mask_BT), padded on the left with 0."""
+    """Return prompts of any lengths as (tokens_BT, attention_mask_BT), padded on the left with 0."""
     if len(prompts) == 0:
         raise ValueError("prompts must hold at least one prompt, found 0")
     rows = [as_array(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]

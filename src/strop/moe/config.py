@@ -22,8 +22,8 @@ PRESETS: dict[str, Json] = {
 class MoEConfig:
     """Sizes and constants of a model; the defaults are the preset `tiny`.
 
-    rope_alpha     NTK-aware scaling of RoPE: the base becomes rope_base·α^(d/(d−2)); 1 leaves it
-    aux_loss_coef  weight of the load-balancing loss in `loss_and_grads`; 0 leaves it out
+    rope_alpha     NTK-aware scaling of RoPE: the base becomes rope_base·α^(d/(d−2)); 1 is off
+    aux_loss_coef  weight of the load-balancing loss in `loss_and_grads`; 0 is off
     eos_token_id   one id or several; generation ends at any of them
     """
 
@@ -65,7 +65,7 @@ class MoEConfig:
             raise ValueError(f"top_k must be at most num_experts={self.num_experts}, found {self.top_k}")
         for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
             token = getattr(self, name)
-            if name == "eos_token_id" and isinstance(token, (list, tuple)):  # a list as JSON gives it
+            if name == "eos_token_id" and isinstance(token, (list, tuple)):  # JSON gives a list
                 self._set(name, tuple(self.check_token(one, name) for one in token))
             elif token is not None:
                 self._set(name, self.check_token(token, name))
@@ -78,7 +78,7 @@ class MoEConfig:
         return token
 
     def _set(self, name: str, value: object) -> None:
-        """Set a field while the config is made: NumPy's numbers become Python's, which JSON and every engine take."""
+        """Set a field during construction, with NumPy numbers converted to Python's for JSON and the engines."""
         object.__setattr__(self, name, value)
 
     @classmethod
@@ -94,15 +94,15 @@ class MoEConfig:
 
     @property
     def rope_theta(self) -> float:
-        """Return the base that RoPE runs with: base·α^(d/(d−2)), NTK-aware."""
+        """Return the base that RoPE uses after NTK-aware scaling: base·α^(d/(d−2))."""
         if self.rope_alpha == 1:
             return float(self.rope_base)
         return self.rope_base * self.rope_alpha ** (self.head_dim / (self.head_dim - 2))
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter in the order of the forward pass, under the names transformers' Mixtral gives it in memory.
+        """Return {name: shape} of all parameters in forward order, with the names of transformers' Mixtral in memory.
 
-        Matrices are (out, in): y = x·Wᵀ. `gate_up_proj` holds the gate's F rows, then the up projection's F rows.
+        Matrices are (out, in): y = x·Wᵀ. `gate_up_proj` has F rows of the gate, then F rows of the up projection.
         With tied embeddings there is no `lm_head.weight`.
         """
         D, C, E, F, V = self.hidden_dim, self.head_dim, self.num_experts, self.intermediate_dim, self.vocab_size
@@ -124,7 +124,7 @@ class MoEConfig:
         return shapes
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Return the number of parameters, or with `active` of those one token passes through (top_k of the experts)."""
+        """Return the number of parameters; with `active` only those that one token uses (top_k of the experts)."""
         count = sum(math.prod(shape) for shape in self.parameter_shapes().values())
         if active:
             per_expert = 3 * self.hidden_dim * self.intermediate_dim
@@ -132,9 +132,9 @@ class MoEConfig:
         return count
 
     def memory_bytes(self, batch: int, seq_len: int, *, training: bool = False, dtype: DTypeLike = np.float32) -> int:
-        """Return an estimate of a forward's peak, or of a training step's with gradients and AdamW's two moments.
+        """Return an estimate of the peak memory of a forward, or of a training step with gradients and AdamW's moments.
 
-        Counts weights, logits and what the backward needs saved; small temporaries are not counted.
+        It includes weights, logits and the activations saved for the backward, but no small temporaries.
         """
         tokens, item = batch * seq_len, np.dtype(dtype).itemsize
         heads = self.num_heads * self.head_dim

@@ -1,26 +1,26 @@
 """The contract between `MoETransformer` and its engines, which are subclasses of `MoEEngine`.
 
-The model checks every input once; an engine checks nothing again:
+The model checks every input, so an engine may rely on these:
 
     tokens_BT            int64, C-contiguous, every id in [0, V), B ≥ 1, 1 ≤ T
     attention_mask_BT    None (all real), or bool, C-contiguous, at least one True in each row; False is padding
     params               {name: array} exactly as `config.parameter_shapes()` names, orders and shapes them,
                          C-contiguous, all float32 or all float64
 
-**Parameters** are held by reference. The optimiser and torch change them in place between calls, so an engine keeps no
-copy of a weight. They do not change between a `forward_saved` and its `backward`, which may read them.
+**Parameters** are held by reference. The optimiser and torch change them in place between calls, so an engine keeps
+no copy of a weight. They do not change between a `forward_saved` and its `backward`, which may read them.
 
-**Padding** may stand anywhere (left, right, between). A padded row equals the same row without its padding: positions
+**Padding** may be anywhere (left, right, between). A padded row has the results of the row without padding: positions
 count real tokens from 0, a query sees the real tokens up to itself, the router's load counts real tokens only. Logits at
 padding are 0, and `dlogits` is ignored there. A row has at most `config.max_seq_len` real tokens.
 
-**Router ties.** Of equal probabilities the expert with the lower index is chosen first.
+**Router ties.** Among equal probabilities the expert with the lower index is chosen first.
 
-**Log-probs.** counts_BT is bool, C-contiguous, True only at real tokens, never at the first of its row. A token that
-counts is scored with the arithmetic of `sample`: a token that was drawn has its log-prob again, bit for bit. Elsewhere
+**Log-probs.** counts_BT is bool, C-contiguous, True only at real tokens, never at the first of its row. These tokens
+are scored with the arithmetic of `sample`, so a drawn token gets the log-prob it was drawn with, bit for bit. Elsewhere
 log-probs and entropies are 0, and their gradients are ignored.
 
-**Gradients** are {name: array} of every parameter (zeros where nothing flowed), in its dtype and shape. With `out` they
+**Gradients** are {name: array} of every parameter (zeros if it had no effect), in its dtype and shape. With `out` they
 overwrite those arrays, and `out` is returned.
 
 Shapes: B rows, T columns, V vocabulary.
@@ -42,27 +42,27 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class SavedForward:
-    """A forward with what its backward needs. Any number may be alive at once; each serves one `backward`."""
+    """The results of a forward and the data for its backward. Any number may exist; each serves one `backward`."""
 
     logits_BTV: np.ndarray
     aux_loss: float  # N·Σ fᵢ·Pᵢ, without its coefficient
-    state: Any  # the engine's own
+    state: Any  # private to the engine
 
 
 @dataclass
 class SavedLogps:
-    """Log-probs with what their backward needs; as `SavedForward`."""
+    """Log-probs and the data for their backward, with the rules of `SavedForward`."""
 
-    logps_BT: np.ndarray  # float64, as entropy_BT
+    logps_BT: np.ndarray  # float64, like entropy_BT
     entropy_BT: np.ndarray
     state: Any
 
 
 class KVCache(ABC):
-    """Keys and values of B rows. Row b holds `lengths_B[b]` real tokens; padding is never stored."""
+    """The keys and values of B rows. Row b holds `lengths_B[b]` real tokens; padding is never stored."""
 
     lengths_B: np.ndarray  # int64
-    capacity: int  # the most tokens a row can hold
+    capacity: int  # the maximum number of tokens per row
 
     @abstractmethod
     def select_rows(self, rows: np.ndarray) -> "KVCache":
@@ -70,11 +70,11 @@ class KVCache(ABC):
 
     @abstractmethod
     def copy_row(self, to: int, source: "KVCache", row: int) -> None:
-        """Copy a row of another cache of the engine, which may have another capacity, to the row `to`."""
+        """Copy a row of another cache of this engine, of any capacity, to the row `to`."""
 
 
 class MoEEngine(ABC):
-    """Computes with the parameters of a model. The module's docstring says what an engine may rely on."""
+    """The computation with a model's parameters. The module's docstring has the contract."""
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[type, ...]] = (np.float32, np.float64)
@@ -86,11 +86,11 @@ class MoEEngine(ABC):
 
     @abstractmethod
     def forward(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> np.ndarray:
-        """Return logits_BTV in the parameters' dtype, a new array of the caller's. Saves nothing for a backward."""
+        """Return logits_BTV in the parameters' dtype, a new array that the caller owns. Save nothing for a backward."""
 
     @abstractmethod
     def forward_saved(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None = None) -> SavedForward:
-        """Return the same logits and the auxiliary loss, with what `backward` needs. The caller may overwrite the logits."""
+        """Return the logits, the auxiliary loss and the data for `backward`. The caller may overwrite the logits."""
 
     @abstractmethod
     def backward(
@@ -107,9 +107,9 @@ class MoEEngine(ABC):
         *,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probs of the tokens that count under softmax(logits / temperature), and entropies: (B, T), float64.
+        """Return log-probs of the tokens in counts_BT under softmax(logits / temperature), and entropies, float64 (B, T).
 
-        Logits of other tokens are not computed. Saves nothing for a backward.
+        Logits of other tokens are not computed. Nothing is saved for a backward.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class MoEEngine(ABC):
         *,
         temperature: float = 1.0,
     ) -> SavedLogps:
-        """Return the same with what `logps_backward` needs."""
+        """Return the results of `logps` and the data for `logps_backward`."""
 
     @abstractmethod
     def logps_backward(
@@ -131,7 +131,7 @@ class MoEEngine(ABC):
         dentropy_BT: np.ndarray | None = None,
         out: Arrays | None = None,
     ) -> Arrays:
-        """Return the gradients of Σ dlogps·logps + Σ dentropy·entropy (float64; None is 0)."""
+        """Return the gradients of Σ dlogps·logps + Σ dentropy·entropy. Both are float64; dentropy_BT=None is 0."""
 
     @abstractmethod
     def loss_and_grads(
@@ -142,10 +142,10 @@ class MoEEngine(ABC):
         attention_mask_BT: np.ndarray | None = None,
         out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
-        """Return the mean cross-entropy over the targets that count + aux_loss_coef·aux_loss, and its gradients.
+        """Return the mean cross-entropy over the unmasked targets + aux_loss_coef·aux_loss, and its gradients.
 
-        targets_BT int64; a target counts where target_mask_BT (bool or None) is True. Elsewhere any value may stand.
-        The model has already taken padding out of target_mask_BT. No target counts: the cross-entropy is 0.
+        targets_BT is int64, with any value where target_mask_BT (bool or None) is False. target_mask_BT is already
+        False at padding. Without any target the cross-entropy is 0.
         """
 
     @abstractmethod
@@ -154,10 +154,10 @@ class MoEEngine(ABC):
 
     @abstractmethod
     def prefill(self, tokens_BT: np.ndarray, attention_mask_BT: np.ndarray | None, cache: KVCache) -> np.ndarray:
-        """Append each row's real tokens to the cache, which has room, in place. Return logits_BV after the last."""
+        """Append each row's real tokens to the cache in place; it has room. Return logits_BV after the last token."""
 
     def decode(self, tokens_B: np.ndarray, cache: KVCache) -> np.ndarray:
-        """Do the same with one token for every row."""
+        """Append one token per row to the cache in place, and return logits_BV after it."""
         return self.prefill(np.ascontiguousarray(tokens_B[:, None]), None, cache)
 
     adamw_update_all: Callable[..., None] = staticmethod(adamw_update_all)
@@ -181,12 +181,12 @@ class MoEEngine(ABC):
         top_p: float,
         cache: KVCache | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return num_samples completions of each prompt, next to each other: new tokens_BT, their logps_BT, lengths_B.
+        """Return num_samples completions of each prompt, in consecutive rows: new tokens_BT, their logps_BT, lengths_B.
 
-        uniforms_BT has a row for each completion and a column for each token it may have. `capacity` is the number of
-        tokens of the longest row, with its part in the cache. A row ends after a token of `eos` (int64); behind it stand
-        `pad` and 0. With a cache num_samples is 1, the prompts follow what it holds, and afterwards it holds all of each
-        row but its last token. An engine may have a loop of its own.
+        uniforms_BT has one row per completion and one column per token. `capacity` is the number of tokens of the
+        longest row, including those in the cache. A row ends after a token of `eos` (int64); the rest of it is `pad`
+        and 0. If a cache is given, num_samples is 1 and the prompts continue its rows; afterwards it holds all of each
+        row except the last token. An engine may override this loop.
         """
         num_rows, max_new_tokens = uniforms_BT.shape
         new_BT = np.full((num_rows, max_new_tokens), pad, np.int64)
@@ -197,7 +197,7 @@ class MoEEngine(ABC):
         if num_samples > 1:
             fan_out = np.repeat(np.arange(len(tokens_BT)), num_samples)
             logits, cache = logits[fan_out], cache.select_rows(fan_out)
-        active = np.arange(num_rows)  # the rows still in the cache, in its order
+        active = np.arange(num_rows)  # the unfinished rows, in the order of the cache
         for step in range(max_new_tokens):
             tokens, logps = self.sample(
                 logits, uniforms_BT[active, step], temperature=temperature, top_k=top_k, top_p=top_p

@@ -1,4 +1,4 @@
-"""The engines by name. An engine is imported when it is first asked for."""
+"""The registry of engines by name. An engine is imported at first use."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,25 +9,25 @@ from strop.moe.engine import MoEEngine
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is known but cannot run here; the message says why and what to do."""
+    """The error for a known engine that cannot run here; the message says why and what to do."""
 
 
 _LOADERS: dict[str, Callable[[], type[MoEEngine]]] = {}
 
 
 def register_engine(name: str, loader: Callable[[], type[MoEEngine]]) -> None:
-    """Make an engine known. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
+    """Register an engine. `loader` runs at first use; it returns the class or raises EngineUnavailable."""
     _LOADERS[name] = loader
 
 
 def engine_class(name: str) -> type[MoEEngine]:
-    """Return the class of an engine, which is imported now."""
+    """Import the engine of this name and return its class."""
     check_choice(name, "engine", _LOADERS)
     return _LOADERS[name]()
 
 
 def available_engines() -> list[str]:
-    """Return the engines that run here; the numpy one always does."""
+    """Return the names of the engines that can run here; "numpy" always can."""
     names = []
     for name, loader in _LOADERS.items():
         with contextlib.suppress(EngineUnavailable):

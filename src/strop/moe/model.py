@@ -1,4 +1,4 @@
-"""`MoETransformer`: parameters, an engine that computes with them, and everything a user calls.
+"""`MoETransformer`, the public class: parameters and an engine that computes with them.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -19,15 +19,15 @@ from strop.moe.engine import Arrays, KVCache
 from strop.moe.engines import engine_class
 from strop.moe.sampling import check_sampling, check_temperature
 
-INIT_STD = 0.02  # Mixtral's
+INIT_STD = 0.02  # as Mixtral
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The completions that `generate` returns, without the prompts. Row b ends after lengths_B[b] tokens, its EOS among them."""
+    """The completions of `generate`, without the prompts. Row b has lengths_B[b] tokens, including its EOS."""
 
-    tokens_BT: np.ndarray  # int64; the pad id behind the end
-    logps_BT: np.ndarray  # log-prob of each token under the distribution it was drawn from; 0 behind the end
+    tokens_BT: np.ndarray  # int64; the pad id after the end
+    logps_BT: np.ndarray  # log-prob of each token under the distribution it was drawn from; 0 after the end
     lengths_B: np.ndarray
 
     @property
@@ -36,10 +36,10 @@ class Generation:
 
 
 class Params(dict[str, np.ndarray]):
-    """The parameters by name: the engine's own memory, to be changed in place.
+    """The parameters by name, in the engine's own memory. Change them only in place.
 
-    `params[name] -= step` and `params[name][...] = array` do that. Another array under the name is refused: the compiled
-    engine would not compute with it.
+    Use `params[name] -= step` or `params[name][...] = array`. Assigning another array raises an error, because the
+    compiled engine would not use it.
     """
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
@@ -53,14 +53,14 @@ class Params(dict[str, np.ndarray]):
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> tuple[object, ...]:
-        return dict, (dict(self),)  # a copy is no engine's
+        return dict, (dict(self),)  # a copy belongs to no engine, so it is a plain dict
 
 
 class MoETransformer:
     """A Mixture-of-Experts transformer with Mixtral's arithmetic, names and checkpoints.
 
     engine   "native" (compiled) or "numpy" (the reference); the same weights give the same numbers
-    seed     of the initial weights, which are normal with a standard deviation of 0.02; norms are 1
+    seed     the seed of the initial weights: normal with a standard deviation of 0.02; norms are 1
     params   weights to use instead; the arrays are shared, not copied
     """
 
@@ -88,13 +88,13 @@ class MoETransformer:
 
     @property
     def params(self) -> Params:
-        """{name: array} as `config.parameter_shapes()` names them; change them in place."""
+        """The parameters, {name: array} with the names of `config.parameter_shapes()`; change them only in place."""
         return self._params
 
     def forward(self, tokens: Array, attention_mask: Array | None = None) -> np.ndarray:
         """Return logits (B, T, V) of token ids (B, T).
 
-        attention_mask   (B, T), 0 at padding, wherever it stands: a padded row has the logits of the row without it.
+        attention_mask   (B, T), 0 at padding, which may be anywhere: a padded row has the logits of the row without it.
                          Logits at padding are 0.
         """
         return self.engine.forward(*_inputs.as_batch(tokens, attention_mask, self.config))
@@ -107,7 +107,7 @@ class MoETransformer:
         """Return log π(token | the tokens before it) under softmax(logits / temperature), and the entropies: (B, T), float64.
 
         mask   (B, T), 1 where a log-prob is wanted; elsewhere, at padding and at the first token of a row both are 0.
-               None wants all. Tokens of `generate` have the log-probs that it returned, bit for bit.
+               None is all. Tokens of `generate` have the log-probs that it returned, bit for bit.
         """
         check_temperature(temperature)
         tokens_BT, attention_mask_BT = _inputs.as_batch(tokens, attention_mask, self.config)
@@ -123,12 +123,12 @@ class MoETransformer:
         attention_mask: Array | None = None,
         out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
-        """Return the mean cross-entropy over the targets that count + aux_loss_coef·(load-balancing loss), and every gradient.
+        """Return the mean cross-entropy over the unmasked targets + aux_loss_coef·(load-balancing loss), and all gradients.
 
         targets   (B, T), the token that follows each token
-        mask      (B, T), 1 where a target counts; elsewhere it may be anything (−100). None counts all.
-                  Where no target counts the cross-entropy is 0.
-        out       gradient arrays of an earlier call to write over, so that a training loop allocates none
+        mask      (B, T), 1 at the targets in the loss; others may have any value (−100). None is all.
+                  Without any target the cross-entropy is 0.
+        out       gradient arrays of an earlier call to overwrite, so that a training loop allocates no new ones
         """
         tokens_BT, attention_mask_BT = _inputs.as_batch(tokens, attention_mask, self.config)
         targets_BT, target_mask_BT = _inputs.as_targets(targets, mask, tokens_BT, attention_mask_BT, self.config)
@@ -150,16 +150,16 @@ class MoETransformer:
         pad_token_id: int | None = None,
         cache: KVCache | None = None,
     ) -> Generation:
-        """Complete prompts with a KV cache; finished rows leave the batch.
+        """Return completions of the prompts, sampled with a KV cache; finished rows leave the batch.
 
-        prompts        a list of rows of ids, of any lengths; or (B, T) with an attention_mask where it is padded
-        temperature    0 is greedy; see `strop.moe.sampling` for it, top_k and top_p
-        num_samples    completions of each prompt, next to each other; the prompt is read once
-        seed           the same seed draws the same tokens; None draws new ones
-        uniforms       (rows, max_new_tokens) in [0, 1), the random numbers themselves in place of a seed
-        eos_token_id   one or several ids that end a row, pad_token_id what stands behind it; the config's where None
-        cache          of `engine.new_cache`: the prompts follow what it holds of each row, and it keeps what is read, all
-                       but a row's last token; with num_samples=1
+        prompts        a list of rows of ids, of any lengths; or (B, T), with an attention_mask if padded
+        temperature    0 is greedy; `strop.moe.sampling` explains temperature, top_k and top_p
+        num_samples    completions of each prompt, in consecutive rows; the prompt is read once
+        seed           the same seed draws the same tokens; None uses a random seed
+        uniforms       (rows, max_new_tokens) random numbers in [0, 1), instead of a seed
+        eos_token_id   one or several ids that end a row; pad_token_id fills the rest. None takes the config's
+        cache          from `engine.new_cache`, with num_samples=1: the prompts continue its rows. Afterwards it holds all of
+                       each row except the last token
         """
         check_sampling(temperature, top_k, top_p)
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
@@ -190,7 +190,7 @@ class MoETransformer:
     def _prompt_batch(
         self, prompts: Array, attention_mask: Array | None, cache: KVCache | None
     ) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Return tokens, the mask of real ones, and the length of the longest row, its part in the cache included."""
+        """Return the tokens, the mask of real ones, and the length of the longest row including its cached tokens."""
         if isinstance(prompts, (list, tuple)):
             if attention_mask is not None:
                 raise ValueError(
@@ -217,20 +217,20 @@ class MoETransformer:
         return self.config.num_parameters(active=active)
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors as transformers' Mixtral has them."""
+        """Write config.json and model.safetensors in the format of transformers' Mixtral."""
         weights.save(folder, self.config, self.params)
 
     @classmethod
     def load(cls, folder: str | Path, engine: str = "native", *, dtype: DTypeLike | None = None) -> "MoETransformer":
-        """Open a folder that `save` or `MixtralForCausalLM.save_pretrained` wrote.
+        """Return the model in a folder written by `save` or `MixtralForCausalLM.save_pretrained`.
 
-        dtype   of the parameters; None keeps float64 and brings everything else to float32
+        dtype   of the parameters; None keeps float64 and converts every other dtype to float32
         """
         config, params = weights.load(folder, dtype=dtype)
         return cls(config, engine, params=params)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return what deepcopy and pickle need: all but the engine, which is made anew over the copied parameters."""
+        """Return the state for deepcopy and pickle, without the engine, which is recreated on the copied parameters."""
         return _remade, (self.config, self.engine.name, dict(self.params))
 
     def __repr__(self) -> str:
@@ -251,7 +251,7 @@ def _remade(config: MoEConfig, engine: str, params: Arrays) -> MoETransformer:
 
 
 def initial_params(config: MoEConfig, seed: int, dtype: DTypeLike = np.float32) -> Arrays:
-    """Return normal weights, and norms of 1; drawn in float64, so that every dtype starts from the same numbers."""
+    """Return random normal weights, and norms of 1. All dtypes start from the same float64 draws."""
     rng = np.random.default_rng(seed)
     return {
         name: np.ones(shape, dtype) if len(shape) == 1 else (INIT_STD * rng.standard_normal(shape)).astype(dtype)
@@ -260,7 +260,7 @@ def initial_params(config: MoEConfig, seed: int, dtype: DTypeLike = np.float32) 
 
 
 def _checked_params(params: Arrays, config: MoEConfig) -> Arrays:
-    """Return the same arrays in the config's order, not copied; raise where one does not fit."""
+    """Return the same arrays, not copied, in the config's order; raise if a name, shape or dtype is wrong."""
     shapes = config.parameter_shapes()
     weights.check_names(params.keys(), shapes.keys(), "params")
     for name, array in params.items():

@@ -1,7 +1,7 @@
-"""The engine in C++ (native/moe): the contract of `strop.moe.engine` on the compiled module.
+"""The engine in C++ (native/moe): `strop.moe.engine` implemented by the compiled module.
 
-A token has the same logits, bit for bit, in every batch, with any padding and any number of threads, and from prefill or
-from the cache.
+The logits of a token are the same, bit for bit, in every batch, with any padding and number of threads, and with or
+without a cache.
 
 Shapes: B rows, T columns, V vocabulary.
 """
@@ -14,7 +14,7 @@ from strop import _compiled
 from strop.moe.config import MoEConfig
 from strop.moe.engine import Arrays, KVCache, MoEEngine, SavedForward, SavedLogps
 
-native: Any = _compiled.native  # `strop.moe.engine` asks for this engine only where it is built
+native: Any = _compiled.native  # `strop.moe.engines` loads this engine only if it is built
 
 _SIZES = (
     "num_layers", "hidden_dim", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k", "intermediate_dim",
@@ -25,7 +25,7 @@ _ENGINES = {np.dtype(np.float32): "MoEEngineF32", np.dtype(np.float64): "MoEEngi
 
 class NativeCache(KVCache):
     def __init__(self, rows, lengths_B: np.ndarray, capacity: int):
-        self.rows = rows  # the compiled cache
+        self.rows = rows  # the compiled cache object
         self.lengths_B = lengths_B
         self.capacity = capacity
 
@@ -42,7 +42,7 @@ class NativeEngine(MoEEngine):
 
     def __init__(self, config: MoEConfig, params: Arrays):
         super().__init__(config, params)
-        self.arrays = list(params.values())  # the compiled engine holds their addresses
+        self.arrays = list(params.values())  # keeps the arrays alive: the compiled engine holds their addresses
         self.dtype = self.arrays[0].dtype
         sizes = {name: getattr(config, name) for name in _SIZES}
         self.compiled = getattr(native, _ENGINES[self.dtype])(**sizes, params=self.arrays)
@@ -122,7 +122,7 @@ class NativeEngine(MoEEngine):
         update(params, grads, ms, vs, weight_decays, step, lr, beta1, beta2, eps, grad_scale)
 
     def _logits(self, tokens_BT, attention_mask_BT):
-        """Return memory for the logits; those at padding stay 0."""
+        """Return memory for the logits, with 0 at padding."""
         make = np.empty if attention_mask_BT is None else np.zeros
         return make((*tokens_BT.shape, self.config.vocab_size), self.dtype)
 
@@ -131,5 +131,5 @@ class NativeEngine(MoEEngine):
 
 
 def _num_tokens(tokens_BT, attention_mask_BT):
-    """Return the number of tokens of each row without padding, or one number for all rows."""
+    """Return the number of real tokens of each row, or one number for all rows."""
     return tokens_BT.shape[1] if attention_mask_BT is None else attention_mask_BT.sum(1)

@@ -25,7 +25,7 @@ def adamw_update(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> None:
-    """Do one AdamW step of one array, in place (Loshchilov & Hutter 2019); `step` counts from 1.
+    """Update one array in place by one AdamW step (Loshchilov & Hutter 2019); `step` counts from 1.
 
     g = grad_scale·grad,  m = β₁·m + (1 − β₁)·g,  v = β₂·v + (1 − β₂)·g²
     θ = θ·(1 − lr·decay) − lr·m̂ / (√v̂ + eps),  m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ)
@@ -43,7 +43,7 @@ def adamw_update(
     np.divide(m, work, out=work)
     work *= lr / (1 - beta1**step)  # lr·m̂ / (√v̂ + eps)
     if weight_decay:
-        param *= 1 - lr * weight_decay  # decoupled from the gradient
+        param *= 1 - lr * weight_decay  # weight decay, decoupled from the gradient
     param -= work
 
 
@@ -56,13 +56,13 @@ def adamw_update_all(
     weight_decays: Sequence[float],
     **settings: Any,
 ) -> None:
-    """Do `adamw_update` of several arrays, each with its weight_decay."""
+    """Apply `adamw_update` to several arrays, each with its own weight_decay."""
     for param, grad, m, v, weight_decay in zip(params, grads, ms, vs, weight_decays, strict=True):
         adamw_update(param, grad, m, v, weight_decay=weight_decay, **settings)
 
 
 class AdamW:
-    """AdamW over named arrays, changed in place. Matrices decay, norms (arrays of one axis) do not."""
+    """AdamW over named arrays, updated in place. Matrices have weight decay; norms (1-d arrays) have none."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AdamW:
         weight_decay: float = 0.1,
         update: Callable[..., None] = adamw_update_all,
     ):
-        """update: `adamw_update_all`, or an engine's method of that name."""
+        """Create the moments. `update` is `adamw_update_all` or an engine's method of that name."""
         for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
             as_number(value, name, 0)
         for beta in betas:
@@ -87,7 +87,7 @@ class AdamW:
         self.v = {name: np.zeros_like(param) for name, param in params.items()}
 
     def step(self, grads: Arrays, *, learning_rate: float | None = None, grad_scale: float = 1.0) -> None:
-        """Update every array in place; grad_scale multiplies the gradients first (clipping)."""
+        """Update all arrays in place. grad_scale multiplies the gradients first (for clipping)."""
         if grads.keys() != self.params.keys():
             wrong = sorted(grads.keys() ^ self.params.keys())[0]
             raise ValueError(f"grads must name the parameters exactly, found a difference at {wrong!r}")
@@ -110,18 +110,18 @@ class AdamW:
 
 
 def global_norm(grads: Arrays) -> float:
-    """Return √Σ g² over every element of every array, summed over the arrays in float64."""
+    """Return √Σ g² over all elements of all arrays; the arrays' sums are added in float64."""
     return math.sqrt(sum(float(np.dot(g.ravel(), g.ravel())) for g in grads.values()))
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """Return the factor that brings gradients of this norm down to max_norm: min(1, max_norm / norm)."""
+    """Return the factor that clips gradients of this norm to max_norm: min(1, max_norm / norm)."""
     as_number(max_norm, "max_norm", 0, open_low=True, finite=False)
     return min(1.0, max_norm / norm) if norm > 0 else 1.0
 
 
 def clip_global_norm(grads: Arrays, max_norm: float) -> float:
-    """Scale all gradients in place so that their global norm is at most max_norm; return the norm they had."""
+    """Scale all gradients in place to a global norm of at most max_norm, and return the norm before."""
     norm = global_norm(grads)
     scale = clip_scale(norm, max_norm)
     if scale < 1:
@@ -133,7 +133,7 @@ def clip_global_norm(grads: Arrays, max_norm: float) -> float:
 def warmup_cosine(
     step: int, *, learning_rate: float, total_steps: int, warmup_steps: int = 0, min_learning_rate: float = 0.0
 ) -> float:
-    """Return the learning rate of a step counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
     lr·(step + 1) / warmup                                during warm-up: the last warm-up step has the full rate
     min + (lr − min)·½·(1 + cos(π·progress))              after it, progress from 0 to 1 at total_steps

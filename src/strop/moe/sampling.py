@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, then top-k, then top-p, then one draw by the inverse of the distribution.
+"""Sampling of a token from logits: temperature, then top-k, then top-p, then one draw by inverting the CDF.
 
 Shapes: B rows, V vocabulary.
 """
@@ -11,17 +11,17 @@ from strop._checks import as_count, as_number
 def sampling_logps(
     logits_BV: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> np.ndarray:
-    """Return log-probs of the distribution that is drawn from, float64; −inf where a token cannot be drawn.
+    """Return the log-probs of the sampling distribution, float64; −inf for a token that cannot be drawn.
 
     temperature  softmax(logits / temperature), above 0
-    top_k        only the k most probable tokens; 0 is all
-    top_p        only the fewest most probable tokens whose probabilities reach top_p, after top_k; 1 is all
-                 (Holtzman et al. 2020). Of equally probable tokens the lower id counts as the more probable.
+    top_k        keep only the k most probable tokens; 0 is all
+    top_p        keep only the smallest set of most probable tokens that reaches top_p, after top_k; 1 is all
+                 (Holtzman et al. 2020). Among equally probable tokens the lower id comes first.
     """
     check_sampling(temperature, top_k, top_p)
     check_temperature(temperature)
     z_BV = logits_BV.astype(np.float64)
-    logps_BV = _log_softmax((z_BV - z_BV.max(-1, keepdims=True)) / temperature)  # 0 at the top, however cold
+    logps_BV = _log_softmax((z_BV - z_BV.max(-1, keepdims=True)) / temperature)  # the maximum is 0 at any temperature
     if top_k or top_p < 1:
         order_BV = np.argsort(-logps_BV, axis=-1, kind="stable")
         if top_k:
@@ -30,7 +30,7 @@ def sampling_logps(
         if top_p < 1:
             sorted_BV = np.take_along_axis(logps_BV, order_BV, axis=-1)
             p_BV = np.exp(sorted_BV)
-            before_BV = np.cumsum(p_BV, axis=-1) - p_BV  # mass of the tokens more probable than this one
+            before_BV = np.cumsum(p_BV, axis=-1) - p_BV  # total probability of the tokens before this one
             before_BV[:, 0] = 0.0  # the most probable token always stays
             np.put_along_axis(logps_BV, order_BV, np.where(before_BV < top_p, sorted_BV, -np.inf), axis=-1)
             logps_BV = _log_softmax(logps_BV)
@@ -42,9 +42,9 @@ def sample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens_B (int64) and the log-prob of each under the distribution it was drawn from (float64).
 
-    uniforms_B   one number in [0, 1) a row: the token is the first whose cumulative probability exceeds it
-    temperature  0 is greedy: the most probable token, with its log-prob under softmax(logits), since the log-prob
-                 under a distribution with one token would always be 0
+    uniforms_B   one number in [0, 1) per row: the token is the first whose cumulative probability exceeds it
+    temperature  0 is greedy: the most probable token. Its log-prob is that under softmax(logits), because under a
+                 distribution with one token it would always be 0
     """
     check_sampling(temperature, top_k, top_p)
     rows_B = np.arange(len(logits_BV))
@@ -53,7 +53,7 @@ def sample(
         return tokens_B, _log_softmax(logits_BV.astype(np.float64))[rows_B, tokens_B]
     logps_BV = sampling_logps(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p)
     cdf_BV = np.cumsum(np.exp(logps_BV), axis=-1)
-    # u·total < total, so the count ends before the last token that has any mass
+    # u·total < total, so the token found has a probability above 0
     tokens_B = (cdf_BV <= (uniforms_B * cdf_BV[:, -1])[:, None]).sum(-1)
     return tokens_B, logps_BV[rows_B, tokens_B]
 
@@ -65,7 +65,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise unless softmax(logits / temperature) is a distribution."""
+    """Raise unless softmax(logits / temperature) is defined for this temperature."""
     as_number(temperature, "temperature", 0, open_low=True)
 
 

@@ -1,16 +1,16 @@
-"""`MoEForCausalLM`: a `MoETransformer` as a torch module that behaves as a Hugging Face causal LM.
+"""`MoEForCausalLM`: a `MoETransformer` as a torch module with the interface of a Hugging Face causal LM.
 
-The parameters are the engine's own memory under Mixtral's names: what a torch optimiser writes is what the engine
-computes with next, with no copy and nothing to synchronise. The backward is the engine's, derived by hand.
+The parameters share the engine's memory, under Mixtral's names. The engine uses what a torch optimiser writes, without
+a copy or synchronisation. The backward is the engine's hand-written one.
 
     model = MoEForCausalLM(MoETransformer(config))
     model(input_ids, attention_mask, labels=labels).loss.backward()
     optimizer.step()
     model.generate(input_ids, attention_mask, max_new_tokens=32)
 
-Where it differs from transformers' Mixtral, on purpose: logits at padding are 0 and predict nothing, so the first real
-token of a left-padded row is no target and a padded row has the loss of the row alone; a batch without targets has a
-loss of 0, not NaN; router logits, hidden states and attentions are not kept.
+Intended differences from transformers' Mixtral: logits at padding are 0 and predict nothing, so the first real token
+of a left-padded row is no target, and padding does not change a row's loss. A batch without targets has a loss of 0,
+not NaN. Router logits, hidden states and attentions are not returned.
 
 Shapes: B rows, T columns, V vocabulary.
 """
@@ -34,22 +34,22 @@ from strop.moe.engine import Arrays, MoEEngine, SavedForward, SavedLogps
 from strop.moe.model import MoETransformer
 from strop.moe.sampling import check_temperature
 
-FROM_CONFIG: Any = object()  # an argument left out; None means "no such token", as it does to transformers
+FROM_CONFIG: Any = object()  # the argument was omitted; None means "no such token", as in transformers
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class EnginePass(torch.autograd.Function):
-    """Makes the results of an engine differentiable in every parameter.
+    """The results of an engine, differentiable in every parameter.
 
-    run         computes and returns the results with what the backward needs
-    outputs     turns what `run` returned into tensors
-    gradients   returns the gradients by name, from what `run` returned and the outputs' gradients
+    run         returns the results and the data for the backward
+    outputs     converts the results of `run` to tensors
+    gradients   returns the gradients by name, given the results of `run` and the outputs' gradients
     """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any], outputs: Any, gradients: Any, *params: torch.Tensor):
         ctx.set_materialize_grads(False)
-        # torch then refuses a backward after an in-place change of a weight, which the engine's backward reads
+        # saving the weights makes torch reject a backward after an in-place change: the engine's backward reads them
         ctx.save_for_backward(*params)
         ctx.run, ctx.gradients, ctx.saved = run, gradients, run()
         return outputs(ctx.saved)
@@ -58,9 +58,9 @@ class EnginePass(torch.autograd.Function):
     def backward(ctx: Any, *doutputs: torch.Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph must be False: the engine has first derivatives only")
-        _ = ctx.saved_tensors  # reading them is what makes torch check them
+        _ = ctx.saved_tensors  # reading them makes torch check their versions
         saved, ctx.saved = ctx.saved, None
-        if saved is None:  # a retained graph: activations serve one backward, and the weights are still the same
+        if saved is None:  # second backward of a retained graph: run again, since activations serve one backward
             saved = ctx.run()
         grads = ctx.gradients(saved, *doutputs)
         wanted = zip(grads.values(), ctx.needs_input_grad[3:], strict=True)  # in the parameters' order
@@ -68,19 +68,19 @@ class EnginePass(torch.autograd.Function):
 
 
 def uncompiled(function: Callable[..., object]) -> Callable[..., Any]:
-    """Decorator: leave the function out of compiled graphs, whose tracer would follow the call into NumPy."""
+    """Exclude a function from compiled graphs (decorator): torch.compile would trace its NumPy calls."""
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)  # not before: it imports the whole compiler
+            return torch.compiler.disable(function)(*args, **kwargs)  # only here, because it imports the whole compiler
         return function(*args, **kwargs)
 
     return call
 
 
 class Sealed(nn.Module):
-    """A module that only holds parameters. The engine calls no submodule, so replacing one is refused."""
+    """A module that only holds parameters. Replacing a submodule raises an error: the engine would not call it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)):
@@ -99,17 +99,17 @@ class Sealed(nn.Module):
 
 
 class SealedList(Sealed, nn.ModuleList):
-    """model.layers"""
+    """The module list `model.layers`."""
 
 
 class MoEForCausalLM(Sealed):
-    """A causal LM over `moe`, whose arrays become the parameters: they are shared, not copied.
+    """A causal LM on a `MoETransformer`, whose arrays become the parameters without a copy.
 
-    `model.moe` is the `MoETransformer`; its `generate` also returns log-probs. `config` is Mixtral's: its token ids and
-    settings of the auxiliary loss may be changed, changed sizes have no effect.
+    `model.moe` is the `MoETransformer`; its `generate` also returns log-probs. `config` is Mixtral's. Its token ids and
+    settings of the auxiliary loss may be changed; changing sizes has no effect.
     """
 
-    accepts_loss_kwargs = True  # transformers' Trainer asks: forward knows num_items_in_batch
+    accepts_loss_kwargs = True  # for transformers' Trainer: forward accepts num_items_in_batch
     is_gradient_checkpointing = False
 
     def __init__(self, moe: MoETransformer):
@@ -143,15 +143,15 @@ class MoEForCausalLM(Sealed):
         return_dict: bool | None = None,
         **absent: object,
     ) -> Any:
-        """Return logits (B, T, V); with labels the loss; with output_router_logits the auxiliary loss too.
+        """Return logits (B, T, V), with labels also the loss, and with output_router_logits the auxiliary loss.
 
-        attention_mask        (B, T), 0 at padding, wherever it stands
-        position_ids          checked only: they must rise by one in each row; RoPE does not depend on where they start
+        attention_mask        (B, T), 0 at padding, which may be anywhere
+        position_ids          only checked: they must rise by one in each row. RoPE does not depend on the first one
         labels                (B, T), shifted inside: logits at t are for the label at t + 1; −100 is no target
-        output_router_logits  add router_aux_loss_coef·aux_loss to the loss and return aux_loss; None asks the config.
-                              Without labels and gradients, aux_loss is computed only if it is asked for here.
-        logits_to_keep        the last so many columns of the logits, or a tensor of columns; 0 is all
-        num_items_in_batch    divides the summed loss in place of the number of targets (gradient accumulation)
+        output_router_logits  add router_aux_loss_coef·aux_loss to the loss and return aux_loss; None uses the config.
+                              Without labels and gradients, aux_loss is computed only if this is True.
+        logits_to_keep        return the last n columns of the logits, or a tensor of columns; 0 is all
+        num_items_in_batch    divides the summed loss instead of the number of targets (for gradient accumulation)
         """
         _hugging_face.refuse(absent)
         tokens_BT, mask_BT = _inputs.as_batch(input_ids, attention_mask, self.moe.config, "input_ids")
@@ -212,12 +212,12 @@ class MoEForCausalLM(Sealed):
         generator: torch.Generator | None = None,
         use_cache: bool = True,
     ) -> torch.Tensor:
-        """Return prompts with their completions, (B·num_return_sequences, T + new), the pad id behind a row's EOS.
+        """Return prompts with their completions, (B·num_return_sequences, T + new), the pad id after a row's EOS.
 
-        Arguments and defaults are transformers' (top_k=50 among them; 0 or None is the whole vocabulary), prompts are
+        Arguments and defaults are those of transformers (also top_k=50; 0 or None is the whole vocabulary). Prompts are
         padded on the left. Without attention_mask, pad ids in the prompts are padding unless the pad id is also an EOS.
-        generator   draws the seed of a sampled run; None is torch's global one, so torch.manual_seed repeats it
-        use_cache   has no effect: there always is a cache
+        generator   draws the seed for sampling; None is torch's global generator, so torch.manual_seed reproduces it
+        use_cache   has no effect: a cache is always used
         """
         self._check_sharing()
         sampling = _sampling(do_sample, temperature, top_k, top_p, generator)
@@ -238,7 +238,7 @@ class MoEForCausalLM(Sealed):
     # ---- saving and loading ----
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what `MoETransformer.save` writes: `AutoModelForCausalLM` and `from_pretrained` open it."""
+        """Write the files of `MoETransformer.save`, which `AutoModelForCausalLM` and `from_pretrained` can load."""
         now = self.config
         ids = {name: getattr(now, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         coef = now.router_aux_loss_coef if now.output_router_logits else 0.0
@@ -249,16 +249,16 @@ class MoEForCausalLM(Sealed):
     def from_pretrained(
         cls, folder: str | Path, *, engine: str = "native", dtype: torch.dtype | None = None
     ) -> "MoEForCausalLM":
-        """Open a folder that `save_pretrained`, here or of transformers' Mixtral, wrote.
+        """Return the model in a folder written by `save_pretrained`, of this class or of transformers' Mixtral.
 
-        dtype   torch.float32 or torch.float64; None keeps float64 and brings everything else to float32
+        dtype   torch.float32 or torch.float64; None keeps float64 and converts every other dtype to float32
         """
         if dtype is not None and dtype not in NUMPY_DTYPES:
             raise TypeError(f"dtype must be torch.float32 or torch.float64, found {dtype}")
         return cls(MoETransformer.load(folder, engine, dtype=None if dtype is None else NUMPY_DTYPES[dtype]))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load in place, into the engine's memory. With tied embeddings `lm_head.weight` may be there too."""
+        """Load the weights in place, into the engine's memory. Tied embeddings may include `lm_head.weight`."""
         if assign:
             raise ValueError("assign must be False: the parameters' memory is the engine's and cannot be exchanged")
         if self.moe.config.tie_embeddings and "lm_head.weight" in state_dict:
@@ -271,7 +271,7 @@ class MoEForCausalLM(Sealed):
         return super().load_state_dict(state_dict, strict)
 
     def __getstate__(self) -> Json:
-        """Return what deepcopy and pickle need: all but the engine, which `__setstate__` makes anew."""
+        """Return the state for deepcopy and pickle, without the engine, which `__setstate__` recreates."""
         state = dict(vars(self))
         del state["_shared"]
         state["moe"] = self.moe.config, self.moe.engine.name
@@ -281,7 +281,7 @@ class MoEForCausalLM(Sealed):
         super().__setstate__(state)
         self._make_engine(*state["moe"])
 
-    # ---- parameters and the memory they share with the engine ----
+    # ---- parameters, and their memory shared with the engine ----
 
     @property
     def device(self) -> torch.device:
@@ -304,7 +304,7 @@ class MoEForCausalLM(Sealed):
         return self.get_submodule("model.embed_tokens")
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module with the head's `.weight`, (V, D): the embedding's where they are tied."""
+        """Return the module with the head's `.weight`, (V, D); with tied embeddings, the embedding."""
         return self.get_input_embeddings() if self.moe.config.tie_embeddings else self.get_submodule("lm_head")
 
     def gradient_checkpointing_enable(self, *args: object, **kwargs: object) -> None:
@@ -313,13 +313,13 @@ class MoEForCausalLM(Sealed):
         )
 
     def gradient_checkpointing_disable(self) -> None:
-        """Do nothing: it never is enabled."""
+        """Do nothing: gradient checkpointing is never enabled."""
 
     def extra_repr(self) -> str:
         return f"{self.num_parameters():,} parameters, engine={self.moe.engine.name!r}, {self.moe.dtype}"
 
     def _use(self, moe: MoETransformer) -> None:
-        """Set `moe`, whose arrays are the parameters' memory, and `_shared`, which says where that is."""
+        """Set `moe`, whose arrays are the parameters' memory, and `_shared`, with the address of each array."""
         self.moe = moe
         self._shared = []
         for name, array in moe.params.items():
@@ -331,7 +331,7 @@ class MoEForCausalLM(Sealed):
         self._use(MoETransformer(config, engine, params=arrays))
 
     def _check_sharing(self) -> list[nn.Parameter]:
-        """Return the parameters in the engine's order; raise where one is no longer the engine's memory."""
+        """Return the parameters in the engine's order; raise if one no longer shares the engine's memory."""
         params = []
         for name, owner, leaf, address in self._shared:
             param = owner.get(leaf)
@@ -346,10 +346,10 @@ class MoEForCausalLM(Sealed):
     def _logits_and_aux(
         self, tokens_BT: np.ndarray, mask_BT: np.ndarray | None, need_aux: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the logits, and the auxiliary loss: only a forward that saves for a backward computes it."""
+        """Return the logits, and the auxiliary loss, or None if neither gradients nor need_aux ask for it."""
         params, engine = self._check_sharing(), self.moe.engine
         if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-            run = functools.partial(engine.forward_saved, tokens_BT.copy(), mask_BT)  # a copy as in `logps`
+            run = functools.partial(engine.forward_saved, tokens_BT.copy(), mask_BT)  # copied as in `logps`
             return EnginePass.apply(run, self._logits_tensors, functools.partial(_logits_gradients, engine), *params)
         if not need_aux:
             return torch.from_numpy(engine.forward(tokens_BT, mask_BT)), None
@@ -362,8 +362,8 @@ class MoEForCausalLM(Sealed):
         return torch.from_numpy(saved.logps_BT).to(self.dtype), torch.from_numpy(saved.entropy_BT).to(self.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoEForCausalLM":
-        """Do what `to`, `float`, `double`, `share_memory` … ask for: new memory means a new engine over it."""
-        probe = torch.zeros(1, dtype=self.dtype)  # tells what fn does before a parameter is touched
+        """Apply `to`, `float`, `double`, `share_memory` …; if the memory changes, create a new engine on it."""
+        probe = torch.zeros(1, dtype=self.dtype)  # shows the effect of fn before any parameter is changed
         address = probe.data_ptr()
         moved = fn(probe)
         dtypes = [dtype for dtype, numpy_dtype in NUMPY_DTYPES.items() if numpy_dtype in self.moe.engine.dtypes]
@@ -382,7 +382,7 @@ class MoEForCausalLM(Sealed):
         return self
 
 
-# ---- gradients from torch's ----
+# ---- engine gradients from torch's output gradients ----
 
 
 def _logits_gradients(
@@ -426,7 +426,7 @@ def _sampling(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Json:
-    """Return transformers' arguments as `MoETransformer.generate` takes them. Only sampling draws from the generator."""
+    """Return transformers' arguments as those of `MoETransformer.generate`. Only sampling uses the generator."""
     if do_sample:
         if temperature == 0:
             raise ValueError("temperature must be above 0 with do_sample=True, found 0 (do_sample=False is greedy)")

@@ -1,4 +1,4 @@
-"""A small training loop: batches in, AdamW with clipping and warm-up + cosine, progress where somebody watches."""
+"""A small training loop: AdamW with gradient clipping, a warm-up + cosine schedule and a progress bar."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from strop.moe.optim import AdamW, clip_scale, global_norm, warmup_cosine
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One training step. The loss is the one before the update; grad_norm the one before clipping."""
+    """The metrics of a training step: the loss before the update, and grad_norm before clipping."""
 
     step: int
     loss: float
@@ -29,7 +29,7 @@ class StepMetrics:
 def next_token_batches(
     tokens: Array, *, batch_size: int, seq_len: int, seed: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield endless batches of random windows of one long row of ids: tokens (B, T), and targets one further."""
+    """Yield batches of random windows of one long row of ids without end: tokens (B, T), and targets shifted by one."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or len(tokens) <= seq_len:
         raise ValueError(f"tokens must be one row of more than seq_len={seq_len} ids, found shape {tokens.shape}")
@@ -55,12 +55,12 @@ def fit(
     on_step: Callable[[StepMetrics], None] | None = None,
     progress: bool | None = None,
 ) -> list[StepMetrics]:
-    """Train for num_steps batches and return what each step measured.
+    """Train for num_steps batches and return the metrics of each step.
 
-    batches        dicts of `loss_and_grads`'s arguments: tokens, targets, and where needed mask, attention_mask
-    max_grad_norm  the most the gradients' norm may be, else they are scaled down to it; math.inf is no limit
-    optimizer      one of this model to go on with, with its moments and settings (the learning rate still comes from
-                   here); else a new one
+    batches        dicts of arguments for `loss_and_grads`: tokens, targets, and optionally mask, attention_mask
+    max_grad_norm  gradients with a larger norm are scaled down to this norm; math.inf is no limit
+    optimizer      an optimizer of this model to continue with, keeping its moments and settings (the learning rate
+                   still comes from here); None creates one
     on_step        called after each update
     progress       a progress bar; None shows it on a terminal only
     """
@@ -103,7 +103,7 @@ def fit(
 
 @contextmanager
 def _progress_bar(num_steps: int, wanted: bool | None) -> Iterator[Callable[[StepMetrics], None]]:
-    from rich.console import Console  # here: importing strop.moe stays light
+    from rich.console import Console  # imported here, so that importing strop.moe stays light
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)

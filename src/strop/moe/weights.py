@@ -1,7 +1,7 @@
-"""Checkpoints in Mixtral's own layout: config.json and model.safetensors, readable by transformers and from it.
+"""Checkpoints in Mixtral's own layout: config.json and model.safetensors, exchangeable with transformers.
 
-In memory the experts of a layer are two arrays (`gate_up_proj`, `down_proj`), on disk each expert has its three
-matrices: w1 the gate, w3 the up projection, w2 the way down. Reading accepts both, and shards with an index.
+In memory the experts of a layer are two arrays (`gate_up_proj`, `down_proj`). On disk each expert has three matrices:
+w1 is the gate, w3 the up projection, w2 the down projection. Reading accepts both layouts, and shards with an index.
 
 Shapes: E experts, D hidden, F intermediate.
 """
@@ -24,21 +24,21 @@ from strop.moe.config import MoEConfig
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-DISK_LAYER = ".block_sparse_moe."  # what is `.mlp.` in memory
-# what Mixtral means by a config without them
+DISK_LAYER = ".block_sparse_moe."  # the name on disk of `.mlp.` in memory
+# Mixtral's defaults for a config without these entries
 DEFAULT_ROPE_THETA, DEFAULT_KV_HEADS, DEFAULT_BOS, DEFAULT_EOS = 1e6, 8, 1, 2
 
 
 def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
-    """Write a checkpoint. Each file appears whole or not at all, and other files of the folder stay.
+    """Write a checkpoint. Each file is written atomically, and other files of the folder stay.
 
-    The weights go first: an interrupted save over a folder of the same config leaves a good checkpoint.
+    The weights are written first, so an interrupted save over a folder of the same config leaves a valid checkpoint.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"folder must be a directory, found a file: {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / checksums.FILE).unlink(missing_ok=True)  # it is about the files that are overwritten
+    (folder / checksums.FILE).unlink(missing_ok=True)  # the old checksums are invalid once files are overwritten
     dtype = params["model.norm.weight"].dtype
     text = json.dumps(to_mixtral(config, dtype), indent=2, sort_keys=True) + "\n"
     _write_atomically(folder / WEIGHTS, lambda path: save_file(_by_disk_name(params), path, metadata={"format": "pt"}))
@@ -46,9 +46,9 @@ def save(folder: str | Path, config: MoEConfig, params: Arrays) -> None:
 
 
 def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[MoEConfig, Arrays]:
-    """Return the config and parameters of a Mixtral checkpoint, as `config.parameter_shapes()` names and orders them.
+    """Return the config and parameters of a Mixtral checkpoint, in the form of `config.parameter_shapes()`.
 
-    dtype   float32 or float64; None keeps float64 and brings everything else to float32
+    dtype   float32 or float64; None keeps float64 and converts every other dtype to float32
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -60,7 +60,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[MoEConf
         stored.update(_read_safetensors(file))
     head = stored.pop("lm_head.weight", None) if config.tie_embeddings else None
     if head is not None and not np.array_equal(head, stored.get("model.embed_tokens.weight", ())):
-        raise ValueError(  # stored twice it would be one matrix, as some writers have it
+        raise ValueError(  # if a writer stored the tied matrix twice, both must be equal
             f"lm_head.weight in {folder} must equal model.embed_tokens.weight (tie_word_embeddings is true), found others"
         )
     by_disk_name = _by_disk_name_as(stored)
@@ -90,7 +90,7 @@ def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None
 
 
 def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
-    """Return config.json as transformers writes it. `strop_*` keys keep what Mixtral folds together; others ignore them."""
+    """Return config.json as transformers writes it. `strop_*` keys keep the separate RoPE settings."""
     eos = config.eos_token_id
     return {
         "architectures": ["MixtralForCausalLM"],
@@ -102,7 +102,7 @@ def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rms_norm_eps": config.rms_norm_eps,
         "router_aux_loss_coef": config.aux_loss_coef,
-        "output_router_logits": config.aux_loss_coef > 0,  # what makes transformers add the auxiliary loss to the loss
+        "output_router_logits": config.aux_loss_coef > 0,  # makes transformers add the auxiliary loss to the loss
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
@@ -119,7 +119,7 @@ def to_mixtral(config: MoEConfig, dtype: DTypeLike = np.float32) -> Json:
 
 
 def from_mixtral(mixtral: Json) -> MoEConfig:
-    """Return the MoEConfig of Mixtral's config.json; raise for what strop does not have."""
+    """Return the MoEConfig for Mixtral's config.json; raise for features that strop does not support."""
     if (kind := mixtral.get("model_type")) != "mixtral":
         raise ValueError(f"model_type in {CONFIG} must be 'mixtral', found {kind!r}")
     _refuse_unknown_features(mixtral)
@@ -139,7 +139,7 @@ def from_mixtral(mixtral: Json) -> MoEConfig:
         num_kv_heads=sizes["num_heads"] if heads is None else heads,
         head_dim=head_dim,
         rms_norm_eps=mixtral.get("rms_norm_eps", 1e-5),
-        # transformers adds the auxiliary loss only where output_router_logits asks for it
+        # transformers adds the auxiliary loss only if output_router_logits is set
         aux_loss_coef=mixtral.get("router_aux_loss_coef", 0.001) if mixtral.get("output_router_logits") else 0.0,
         tie_embeddings=mixtral.get("tie_word_embeddings", False),
         bos_token_id=mixtral.get("bos_token_id", DEFAULT_BOS),
@@ -161,7 +161,7 @@ _FIELDS = {
 
 
 def _rope(mixtral: Json) -> Json:
-    """Return the settings under their newer or older name; transformers takes the older where both are there."""
+    """Return the RoPE settings, under the older name if both exist, as transformers does."""
     rope = mixtral.get("rope_scaling") or mixtral.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters in {CONFIG} must be an object, found {type(rope).__name__}")
@@ -173,7 +173,7 @@ def _rope_fields(mixtral: Json, head_dim: int) -> Json:
     base, alpha = mixtral.get("strop_rope_base"), mixtral.get("strop_rope_alpha")
     if base is not None and alpha is not None:
         ours = MoEConfig(rope_base=base, rope_alpha=alpha, head_dim=head_dim)
-        if ours.rope_theta == theta:  # else someone changed theta since, and theta is what counts
+        if ours.rope_theta == theta:  # otherwise theta was changed later, and theta wins
             return {"rope_base": base, "rope_alpha": alpha}
     return {"rope_base": theta}
 
@@ -199,10 +199,10 @@ def _refuse_unknown_features(mixtral: Json) -> None:
 
 
 def _by_disk_name(params: Arrays, layer: str = DISK_LAYER, fused: bool = False) -> Arrays:
-    """Return the parameters by their names in a file, as views; each expert's matrices have names of their own.
+    """Return views of the parameters by their names on disk, with separate names for each expert's matrices.
 
-    layer   what a file calls the part of a block that has the experts
-    fused   the file has the experts of a layer together, as they are in memory
+    layer   the file's name for the part of a block that has the experts
+    fused   the file stores the experts of a layer as one array, as in memory
     """
     found: Arrays = {}
     for name, array in params.items():
@@ -219,7 +219,7 @@ def _by_disk_name(params: Arrays, layer: str = DISK_LAYER, fused: bool = False) 
 
 
 def _by_disk_name_as(stored: Iterable[str]) -> Callable[[Arrays], Arrays]:
-    """Return `_by_disk_name` in the style that the names of a file show."""
+    """Return `_by_disk_name` with the options that match the names in a file."""
     stored = list(stored)
     fused = any(name.endswith("experts.gate_up_proj") for name in stored)
     layer = ".mlp." if any(".mlp." in name for name in stored) else DISK_LAYER
@@ -262,7 +262,7 @@ def _read_json(file: Path) -> Json:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"folder must hold {file.name}, found none in {file.parent}") from None
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise ValueError(f"{file} must be JSON, found an error: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(content).__name__}")
@@ -270,7 +270,7 @@ def _read_json(file: Path) -> Json:
 
 
 def _write_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside the target and rename it over the target; on an error nothing is left behind."""
+    """Write a temporary file and rename it to the target; on an error remove it."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         write(partial)

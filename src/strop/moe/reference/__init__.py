@@ -1,12 +1,12 @@
-"""The transformer in NumPy, to be read: one file per layer, each forward with its backward below it.
+"""The transformer in NumPy, written for reading: one file per layer, each forward with its backward below it.
 
-Rules of the folder. A forward returns its result and `saved`, the tuple its backward opens. A backward takes the
+Rules of the folder. A forward returns its result and `saved`, a tuple that its backward unpacks. A backward takes the
 gradient of the result and `saved`, and returns the gradients of the inputs, then of the weights, in the order of the
-forward's arguments; it never adds into anything: the caller accumulates. Everything runs in the dtype of the weights,
+forward's arguments. It never adds to an existing gradient: the caller accumulates. Everything runs in the dtype of the weights,
 float32 or float64.
 
 Reading order: embedding, rms_norm, linear, softmax, rope, attention, swiglu, router, experts, moe, block, aux_loss,
-cross_entropy, model; `layout` says how real tokens are taken out of a padded batch, `engine` ties it to the contract.
+cross_entropy, model. `layout` removes padding from a batch, `engine` implements the contract of `strop.moe.engine`.
 
 Shape suffixes, the same in every file:
 

@@ -1,4 +1,4 @@
-"""Causal self-attention with RoPE and shared key/value heads (GQA; MQA where there is one).
+"""Causal self-attention with RoPE and shared key/value heads (GQA; with one such head MQA).
 
 Shapes: B rows, T queries of a row, S keys, N real tokens, D hidden, H query heads, K key/value heads, G = H/K,
 C channels of a head, O = H·C or K·C outputs of a projection.
@@ -14,7 +14,7 @@ from strop.moe.reference.softmax import softmax, softmax_bwd
 def attention(x_ND, wq_OD, wk_OD, wv_OD, wo_DO, head_dim, angles, layout, cache=None):
     """y = attend(RoPE(x·Wqᵀ), RoPE(x·Wkᵀ), x·Wvᵀ)·Woᵀ
 
-    cache   None, or this layer's (keys_BSKC, values_BSKC): new tokens are written in, and all of it is attended to
+    cache   None, or this layer's (keys_BSKC, values_BSKC): new tokens are written to it, queries attend to all
     """
     q_NO, q_saved = linear(x_ND, wq_OD)
     k_NO, k_saved = linear(x_ND, wk_OD)

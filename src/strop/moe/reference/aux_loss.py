@@ -1,12 +1,12 @@
-"""Load-balancing loss (Switch Transformer, eq. 4–6), with Mixtral's conventions: one loss over all layers together, f
-counted over all k choices (so Σ f = k). Shapes: N tokens, E experts, J = k choices; lists have one entry per layer.
+"""Load-balancing loss (Switch Transformer, eq. 4–6), with Mixtral's conventions: one loss over all layers, and f
+counts all k choices (so Σ f = k). Shapes: N tokens, E experts, J = k choices; lists have one entry per layer.
 """
 
 import numpy as np
 
 
 def aux_loss(p_NE_by_layer, experts_NJ_by_layer):
-    """E·Σ_e f_e·P_e,  f_e = how many tokens chose e / tokens,  P_e = mean probability of e;  tokens of all layers"""
+    """E·Σ_e f_e·P_e,  f_e = (tokens that chose e) / tokens,  P_e = mean probability of e;  tokens of all layers"""
     num_tokens, num_experts = p_NE_by_layer[0].shape
     total = num_tokens * len(p_NE_by_layer)
     f_E = sum(np.bincount(experts_NJ.ravel(), minlength=num_experts) for experts_NJ in experts_NJ_by_layer) / total

@@ -1,11 +1,11 @@
-"""Cross-entropy, the mean over the targets that count. Shapes: N tokens, V vocabulary."""
+"""Cross-entropy, the mean over the unmasked targets. Shapes: N tokens, V vocabulary."""
 
 import numpy as np
 
 
 def cross_entropy(logits_NV, targets_N, counts_N):
-    """L = −(1/M)·Σ_{n counts} log softmax(logits_n)[target_n],  M how many count;  0 where none does"""
-    targets_N = np.where(counts_N, targets_N, 0)  # what stands at a target that does not count may be no token at all
+    """L = −(1/M)·Σ_{n counts} log softmax(logits_n)[target_n],  M the number of these n;  L = 0 if M = 0"""
+    targets_N = np.where(counts_N, targets_N, 0)  # a masked target may be an invalid id
     z_NV = logits_NV - logits_NV.max(-1, keepdims=True)
     exp_NV = np.exp(z_NV)
     sum_N1 = exp_NV.sum(-1, keepdims=True)

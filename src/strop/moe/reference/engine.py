@@ -1,6 +1,6 @@
-"""The reference as an engine: the contract of `strop.moe.engine` on NumPy.
+"""The reference engine: the contract of `strop.moe.engine` in NumPy.
 
-Shapes: B rows, T columns, N real tokens, S room of a cache, K key/value heads, C channels of a head, V vocabulary.
+Shapes: B rows, T columns, N real tokens, S capacity of a cache, K key/value heads, C channels of a head, V vocabulary.
 """
 
 import numpy as np
@@ -99,7 +99,10 @@ class NumpyEngine(MoEEngine):
 
 
 def _real_tokens(tokens_BT, attention_mask_BT, held_B=None):
-    """held_B   tokens that a cache has of each row already"""
+    """Return the real tokens [N] and their layout.
+
+    held_B   the number of tokens of each row that a cache already holds
+    """
     B, T = tokens_BT.shape
     lengths_B = np.full(B, T) if attention_mask_BT is None else attention_mask_BT.sum(1)
     first_B = np.zeros_like(lengths_B) if held_B is None else held_B
@@ -107,7 +110,7 @@ def _real_tokens(tokens_BT, attention_mask_BT, held_B=None):
 
 
 def _without_padding(x_BT, attention_mask_BT):
-    """(B, T, …) → (N, …): row by row, the order of `layout_of`"""
+    """Return x without padding, (B, T, …) → (N, …), row by row as in `layout_of`."""
     return x_BT.reshape(-1, *x_BT.shape[2:]) if attention_mask_BT is None else x_BT[attention_mask_BT]
 
 
@@ -121,7 +124,7 @@ def _with_padding(logits_NV, tokens_BT, attention_mask_BT):
 
 
 def _counted(counts_BT, attention_mask_BT):
-    """The tokens that count and those before them, which without padding stand right there."""
+    """Return the indices of the scored tokens, and of the tokens before them: without padding, the index − 1."""
     counted_M = np.nonzero(_without_padding(counts_BT, attention_mask_BT))[0]
     return counted_M, counted_M - 1
 

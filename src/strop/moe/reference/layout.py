@@ -1,7 +1,7 @@
-"""Where the real tokens of a padded batch stand. Every layer but attention works on the N real tokens alone.
+"""The positions of a padded batch's real tokens. Every layer except attention works on the N real tokens only.
 
-Taking padding out moves each row's tokens to the left without holes. Then the causal mask is all attention needs: what
-is left of padding stands behind every real query of its row.
+Removing padding moves each row's tokens to the left without gaps. The causal mask is then enough for attention: the
+remaining padding comes after every real query of its row.
 
 Shapes: B rows, T longest row, N real tokens.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Layout:
-    """Token n stands in row rows_N[n] of the batch at position positions_N[n], and in column columns_N[n] of the grid."""
+    """The place of each token: row rows_N[n] of the batch, position positions_N[n], column columns_N[n] of the grid."""
 
     num_rows: int
     num_columns: int
@@ -27,7 +27,7 @@ class Layout:
         return len(self.rows_N) == self.num_rows * self.num_columns
 
     def grid(self, x_N):
-        """(N, …) → (B, T, …), zeros where a row is shorter"""
+        """Return x as a grid, (N, …) → (B, T, …), with zeros after shorter rows."""
         shape = (self.num_rows, self.num_columns, *x_N.shape[1:])
         if self.is_full:
             return x_N.reshape(shape)
@@ -36,14 +36,14 @@ class Layout:
         return x_BT
 
     def flat(self, x_BT):
-        """(B, T, …) → (N, …): the transpose of `grid`, and so its backward"""
+        """Return the tokens of a grid, (B, T, …) → (N, …); the transpose of `grid`, and so its backward."""
         if self.is_full:
             return x_BT.reshape(-1, *x_BT.shape[2:])
         return x_BT[self.rows_N, self.columns_N]
 
 
 def layout_of(lengths_B, first_B):
-    """Row b brings lengths_B[b] tokens after the first_B[b] tokens that a cache holds of it."""
+    """Return the layout of rows with lengths_B[b] new tokens, after first_B[b] tokens that a cache already holds."""
     num_rows, num_columns = len(lengths_B), int(lengths_B.max())
     rows_N, columns_N = np.nonzero(np.arange(num_columns) < lengths_B[:, None])
     return Layout(num_rows, num_columns, rows_N, columns_N, columns_N + first_B[rows_N], first_B)

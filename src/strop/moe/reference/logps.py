@@ -1,4 +1,4 @@
-"""Log-probs of tokens under softmax(logits / temperature), and the entropies there. Shapes: M tokens that count, V vocabulary."""
+"""Log-probs of tokens under softmax(logits / temperature), and entropies. Shapes: M scored tokens, V vocabulary."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from strop.moe.sampling import sampling_logps
 
 
 def logps(logits_MV, targets_M, temperature):
-    """log p = log softmax(z/t) in float64, as sampling has it,  H = −Σ p·log p"""
+    """log p = log softmax(z/t) in float64, as in sampling,  H = −Σ p·log p"""
     log_p_MV = sampling_logps(logits_MV, temperature=temperature)
     p_MV = np.exp(log_p_MV)
     logps_M = log_p_MV[np.arange(len(targets_M)), targets_M]
-    log_p_MV = np.where(p_MV == 0, 0.0, log_p_MV)  # where it is multiplied by p: 0·−inf is 0
+    log_p_MV = np.where(p_MV == 0, 0.0, log_p_MV)  # so that p·log p is 0, not 0·(−inf) = NaN
     entropy_M = -(p_MV * log_p_MV).sum(-1)
     return logps_M, entropy_M, (log_p_MV, p_MV, entropy_M, targets_M, temperature, logits_MV.dtype)
 

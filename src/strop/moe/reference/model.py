@@ -14,7 +14,7 @@ def hidden_states(params, config, tokens_N, layout, caches=None, *, keep):
     """h = norm(block_L(… block_1(embedding(tokens))))
 
     caches   one (keys, values) per layer, or None
-    keep     whether a backward will follow; else each block's activations are let go when the next one runs
+    keep     save all activations for a backward; else each block's are freed when the next block runs
     """
     x_ND, embedding_saved = embedding(tokens_N, params[EMBEDDING])
     angles = rope_angles(layout.positions_N, config.head_dim, config.rope_theta, x_ND.dtype)
@@ -30,12 +30,12 @@ def hidden_states(params, config, tokens_N, layout, caches=None, *, keep):
 
 
 def head(params, h_ND):
-    """logits = h·Wᵀ with the head's weights, or the embedding's where they are tied"""
+    """logits = h·Wᵀ with the head's weights, or with tied embeddings the embedding's"""
     return linear(h_ND, params[HEAD] if HEAD in params else params[EMBEDDING])
 
 
 def forward(params, config, tokens_N, layout):
-    """logits and the auxiliary loss (without its coefficient), with all the backward needs"""
+    """Return the logits, the auxiliary loss (without its coefficient) and the data for the backward."""
     h_ND, routings, hidden_saved = hidden_states(params, config, tokens_N, layout, keep=True)
     logits_NV, head_saved = head(params, h_ND)
     aux, aux_saved = aux_loss(*zip(*routings, strict=True))
@@ -43,7 +43,7 @@ def forward(params, config, tokens_N, layout):
 
 
 def backward(dlogits_NV, daux, saved):
-    """{name: gradient} of every parameter, for L with dL/dlogits and dL/daux"""
+    """Return {name: gradient} of every parameter, given dL/dlogits and dL/daux."""
     (embedding_saved, blocks_saved, norm_saved), head_saved, aux_saved, config = saved
     grads = {}
     dh_ND, dhead_VD = linear_bwd(dlogits_NV, head_saved)                        # logits = h·Wᵀ

@@ -1,6 +1,6 @@
-"""Mixture of experts: each token goes to its k experts and their results are summed with the router's weights.
+"""Mixture of experts: each token goes to its k experts, and their outputs are summed with the router's weights.
 
-The A = N·J assignments are sorted by expert, so that an expert is one product over the tokens it was given.
+The A = N·J assignments are sorted by expert, so that each expert is one matrix product over its tokens.
 
 Shapes: N tokens, D hidden, E experts, F intermediate, J = k choices, A = N·J assignments.
 """
@@ -21,7 +21,7 @@ def moe(x_ND, router_ED, gate_up_E2FD, down_EDF, top_k):
     y_AD = np.empty((order_A.size, x_ND.shape[1]), x_ND.dtype)
     used = []
     for e, (start, end) in enumerate(zip([0, *ends_E[:-1]], ends_E, strict=True)):
-        if start < end:  # an expert without tokens does nothing
+        if start < end:  # skip experts without tokens
             y_MD, saved = expert(x_AD[start:end], gate_up_E2FD[e], down_EDF[e])
             y_AD[order_A[start:end]] = y_MD  # back to the order of the assignments
             used.append((e, order_A[start:end], saved))

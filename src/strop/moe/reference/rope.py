@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), Mixtral's pairing: channel p turns with channel p + C/2.
+"""Rotary position embedding (Su et al. 2021) with Mixtral's pairing: channel p is rotated with channel p + C/2.
 
 Shapes: N tokens, H heads, C channels, P = C/2 pairs.
 """
@@ -12,7 +12,7 @@ def rope_frequencies(head_dim, theta):
 
 
 def rope_angles(positions_N, head_dim, theta, dtype):
-    """cos and sin of position·ω_p; angles are taken in float64, where float32 would lose digits at far positions"""
+    """Return cos and sin of position·ω_p. The angles are float64: float32 loses digits at large positions."""
     angles_NP = positions_N[:, None] * rope_frequencies(head_dim, theta)
     return np.cos(angles_NP).astype(dtype), np.sin(angles_NP).astype(dtype)
 

@@ -9,7 +9,7 @@ from strop.moe.reference.softmax import softmax, softmax_bwd
 def route(x_ND, w_ED, top_k):
     """p = softmax(x·Wᵀ),  c = the k largest of p,  weights = c / Σ c
 
-    Of equal probabilities the lower expert comes first (a stable sort), so the choice never depends on the machine.
+    Among equal probabilities the lower index comes first (a stable sort), so the choice does not depend on the machine.
     """
     logits_NE, linear_saved = linear(x_ND, w_ED)
     p_NE = softmax(logits_NE)
@@ -21,7 +21,7 @@ def route(x_ND, w_ED, top_k):
 
 
 def route_bwd(dweights_NJ, dp_aux_E, saved):
-    """dp_aux_E is what the auxiliary loss sends to every token's p, the second path out of the router."""
+    """Return dx_ND and dw_ED. dp_aux_E is the auxiliary loss's gradient for each token's p, the second path."""
     linear_saved, p_NE, experts_NJ, weights_NJ, total_N1 = saved
     via_total_N1 = (dweights_NJ * weights_NJ).sum(-1, keepdims=True)
     dc_NJ = (dweights_NJ - via_total_N1) / total_N1     # weights = c/Σc:  dL/dc_j = (dw_j − Σ_i dw_i·w_i) / Σc

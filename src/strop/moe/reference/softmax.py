@@ -1,4 +1,4 @@
-"""Softmax over the last axis; here its only saved value is its result."""
+"""Softmax over the last axis; its backward needs only its result."""
 
 import numpy as np
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def sigmoid(x):
-    """1 / (1 + exp(−x)), by way of tanh, which does not overflow"""
+    """1 / (1 + exp(−x)), computed with tanh, which does not overflow"""
     return 0.5 * np.tanh(0.5 * x) + 0.5
 
 
