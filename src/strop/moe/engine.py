@@ -107,7 +107,7 @@ class MoEEngine(ABC):
         *,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probs of the tokens in counts_BT under softmax(logits / temperature), and entropies, float64 (B, T).
+        """Return log-probs of the counts_BT tokens under softmax(logits / temperature), and entropies, float64 (B, T).
 
         Logits of other tokens are not computed. Nothing is saved for a backward.
         """

@@ -123,7 +123,7 @@ class MoETransformer:
         attention_mask: Array | None = None,
         out: Arrays | None = None,
     ) -> tuple[float, Arrays]:
-        """Return the mean cross-entropy over the unmasked targets + aux_loss_coef·(load-balancing loss), and all gradients.
+        """Return the mean cross-entropy over unmasked targets + aux_loss_coef·(load-balancing loss), and its gradients.
 
         targets   (B, T), the token that follows each token
         mask      (B, T), 1 at the targets in the loss; others may have any value (−100). None is all.
@@ -158,8 +158,8 @@ class MoETransformer:
         seed           the same seed draws the same tokens; None uses a random seed
         uniforms       (rows, max_new_tokens) random numbers in [0, 1), instead of a seed
         eos_token_id   one or several ids that end a row; pad_token_id fills the rest. None takes the config's
-        cache          from `engine.new_cache`, with num_samples=1: the prompts continue its rows. Afterwards it holds all of
-                       each row except the last token
+        cache          from `engine.new_cache`, with num_samples=1: the prompts continue its rows. Afterwards it holds
+                       all of each row except the last token
         """
         check_sampling(temperature, top_k, top_p)
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):

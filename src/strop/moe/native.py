@@ -1,7 +1,7 @@
 """The engine in C++ (native/moe): `strop.moe.engine` implemented by the compiled module.
 
-The logits of a token are the same, bit for bit, in every batch, with any padding and number of threads, and with or
-without a cache.
+The logits of a token are the same, bit for bit, in every batch, with any padding and number of threads, and from
+prefill or decoding with the cache.
 
 Shapes: B rows, T columns, V vocabulary.
 """

@@ -71,7 +71,7 @@ def linear_divergence(
 
     hidden           [n, H] the student's hidden states that predict the tokens
     weight, bias     [V, H] and [V] of its LM head, in hidden's dtype (any under autocast); may be tied or frozen
-    teacher_hidden   [n, G] the teacher's hidden states of the same tokens, with teacher_weight [V, G] and teacher_bias [V]
+    teacher_hidden   [n, G] the teacher's states of the same tokens, with teacher_weight [V, G] and teacher_bias [V]
     weights          [n] the weight of each token in the loss
     beta             1 is the reverse KL, 0 the forward KL, between them GKD's generalised Jensen–Shannon divergence
     temperature      divides the logits of student and teacher

@@ -46,7 +46,7 @@ def linear_dpo_loss(
     ids               [2B, T] int64 or int32
     completion_mask   [2B, T] tokens in the loss; the others are dropped before the first product
     ref_hidden        [2B, T, H'] of the reference with ref_weight [V, H'] and ref_bias; or
-    ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token; neither if the rule needs none
+    ref_logps         [2B] its log-probs summed over each completion, or [2B, T] per token; neither if not needed
     num_pairs, num_tokens   see `strop.losses.preference_loss`
     rule_options      fields of `strop.losses.PreferenceRule`: loss_type="sigmoid", beta=0.1 and so on
     workspace         bytes of working memory; by default 60 MiB to score, 560 MiB (64 MiB on a CPU) for gradients

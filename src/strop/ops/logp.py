@@ -76,7 +76,7 @@ def logp(
 
     returns           [..] float32 (float64 for float64); with entropy=True the pair (log-probs, entropies)
 
-    A logit of −inf bans its token. An unmasked id outside the vocabulary raises ValueError on the CPU and gives NaN on a GPU.
+    A logit of −inf bans its token. An unmasked id outside the vocabulary is a ValueError on the CPU, NaN on a GPU.
     Gradient, with p = softmax(logits / temperature):
         d logp / d logits = (onehot(id) − p) / temperature
         d H / d logits    = −p·(log p + H) / temperature

@@ -137,7 +137,7 @@ FORCED: ContextVar[dict[str | None, str]] = ContextVar("strop_forced_backends", 
 
 
 class Op:
-    """An operator. Call it as the function it was made from, without that function's backend parameter if it has one."""
+    """An operator. Call it as the function it was made from, without its backend parameter if it has one."""
 
     def __init__(self, function: Function, own: dict[str, object]) -> None:
         self.name = function.__name__
@@ -168,7 +168,7 @@ class Op:
         return list(reversed(self._backends))
 
     def backend(self, name: str, *, when: Usable = always, replace: bool = False) -> Callable[[Function], Function]:
-        """Register a function as this operator's backend `name` (decorator); `when` says for which arguments it can run.
+        """Register a function as this operator's backend `name` (decorator); `when` says whether it can run.
 
         The function has the operator's parameters. It may collect the keyword-only ones in **options.
         """

@@ -2,8 +2,8 @@
 
 Rules of the folder. A forward returns its result and `saved`, a tuple that its backward unpacks. A backward takes the
 gradient of the result and `saved`, and returns the gradients of the inputs, then of the weights, in the order of the
-forward's arguments. It never adds to an existing gradient: the caller accumulates. Everything runs in the dtype of the weights,
-float32 or float64.
+forward's arguments. It never adds to an existing gradient: the caller accumulates. Everything runs in the weights'
+dtype, float32 or float64.
 
 Reading order: embedding, rms_norm, linear, softmax, rope, attention, swiglu, router, experts, moe, block, aux_loss,
 cross_entropy, model. `layout` removes padding from a batch, `engine` implements the contract of `strop.moe.engine`.
