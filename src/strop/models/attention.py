@@ -94,7 +94,7 @@ class Packed(Pass):
         q, k, v = in_one_dtype(q, k, v)
         if has_kernel(q, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
-        if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU the index tensors would have to be copied there
+        if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU the indices would have to be copied
             return self._as_rows(q, k, v, rule)
         apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
@@ -314,7 +314,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object
 # ---- which keys a query sees ----
 
 LEARNING = "strop_learning"  # the name while masks are learned from transformers' mask functions
-_rules: ContextVar[tuple[dict[int, Rule], bool]] = ContextVar("_rules")  # rules of the layers, and whether they are known
+_rules: ContextVar[tuple[dict[int, Rule], bool]] = ContextVar("_rules")  # the layers' rules, and whether known
 
 
 @dataclass(frozen=True)
