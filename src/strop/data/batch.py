@@ -348,7 +348,7 @@ def split(
         parts = _of_like_lengths(lengths, size, num_tokens)
     else:
         bins = pack_sequences(list(lengths), max(num_tokens, *lengths))
-        # as even as can be, since the largest part is what needs memory
+        # make parts as even as possible, because the largest part determines the memory
         even = pack_sequences(list(lengths), max(-(-whole // len(bins)), *lengths))
         bins = even if len(even) == len(bins) else bins
         parts = [found[i : i + size] for found in bins for i in range(0, len(found), size)]
@@ -359,7 +359,7 @@ def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list
     """Return parts of similar lengths, the longest first: this needs little padding, and out-of-memory shows at once."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     parts = _cut(order, lengths, size, num_tokens)
-    if num_tokens:  # as even as can be, since the largest part is what needs memory
+    if num_tokens:  # make parts as even as possible, because the largest part determines the memory
         with_padding = sum(len(part) * lengths[part[0]] for part in parts)
         even = _cut(order, lengths, size, -(-with_padding // len(parts)))
         parts = even if len(even) == len(parts) else parts

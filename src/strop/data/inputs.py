@@ -17,7 +17,7 @@ from strop.data.tokenize import encode_prompt, row_named
 
 Ids = torch.Tensor
 Padding = tuple[int | None, Sequence[int]]  # the pad id, and the EOS ids
-RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # strop's own arguments of reward functions
+RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # arguments that strop itself passes
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> None:

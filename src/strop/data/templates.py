@@ -105,8 +105,8 @@ def _cut(
 def _turn_start(messages: Sequence[Message], i: int, whole: str, tokenizer: Tokenizer | None, row: Row | None) -> int:
     """Return the index in the conversation's text at which the turn messages[i] begins, right after its prompt.
 
-    Some prompts open more than the conversation contains, such as `<think>`. Then the turn begins where prompt and
-    conversation diverge. Rendering the conversation with other words in this turn gives the same index.
+    Some prompts open more than the conversation contains, such as `<think>`. Then the turn begins where three texts diverge:
+    the prompt, the conversation, and the conversation with other words in this turn.
     """
     prompt = render(messages[:i], tokenizer, row, add_generation_prompt=True)
     if whole.startswith(prompt):
