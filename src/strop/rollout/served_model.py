@@ -23,7 +23,7 @@ LONGEST_TEXT = 1 << 23  # maximum characters of a prompt, if the model does not 
 
 
 class RequestError(ValueError):
-    """An invalid request. `status` is the HTTP status of the answer."""
+    """A refused request. `status` is the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)

@@ -32,8 +32,8 @@ ROWS = ("prompt_ids", "completion_ids", "logps")  # the fields of an unfinished 
 class ServerSampler(Sampler):
     """A sampler on servers, with the policy's weights as they are when a rollout is begun.
 
-    A rollout may be begun before it is asked for. It is stored under its seed until another seed is asked for, since a
-    step that failed asks for it again.
+    A rollout may be begun before it is asked for. It is stored under its seed until the next such rollout is asked
+    for, since a step that failed asks again.
 
     save      writes the model into a folder that servers can read
     updates   returns the number of updates of the weights so far
@@ -157,8 +157,9 @@ class ServerSampler(Sampler):
     def _take(self, pending: Pending | None, counts: Sequence[int]) -> list[Completion]:
         """Return this process's share of the completions, which the first process received.
 
+        An error of the first process is raised in all processes.
+
         counts   the number of completions of each process
-        An error of the first process is raised in all.
         """
         found: Any = None
         if pending is not None:

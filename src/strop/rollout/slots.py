@@ -169,7 +169,7 @@ class Prefill(Pass):
     """Prompts, right-padded, read into their slots.
 
     tokens_M, slots_M   indices of the real tokens among the P·T tokens, and their slots
-    cu_seqlens          row boundaries for a kernel that, unlike others, plans nothing for a new shape
+    cu_seqlens          row boundaries, for the kernel that needs no planning time for each new shape
     """
 
     kv: torch.Tensor

@@ -1,8 +1,8 @@
 """The two implementations of a model's layers, `(ids, positions) → logits`; both use the attention of the current pass.
 
 `FusedLayers`: decoder layers of the common kind (RMSNorm, rotary attention with or without bias and norms of q and k,
-gated MLP) in eight kernels each: four products of joined weights by cuBLAS, with one kernel after each (kernels.py) or,
-on a CPU, torch. `OwnLayers`: transformers' modules, for every other model.
+gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and four kernels between them (kernels.py),
+on a CPU torch. `OwnLayers`: transformers' modules, for every other model.
 
 Shapes: P rows of T tokens, N = P·T; H hidden, Q query heads, K key heads, D head dimension, V vocabulary.
 """

@@ -56,9 +56,7 @@ def complete_by_length(
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what `complete` does without padding, for models that padding changes: prompts of equal length run
-    together.
-    """
+    """Complete prompts of equal length together, without padding, for models that padding changes."""
     by_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(index)
