@@ -2,9 +2,8 @@
 
 A step makes trajectories of its prompts and fills their fields, in this order:
 
-    sample      ids_T, loss_mask_T, rollout_logps_t, finish, row        here, by servers, or in turns with an
-                environment
-    score       old_logps_t, ref_logps_t                                on a GPU, while the host goes on
+    sample      ids_T, loss_mask_T, rollout_logps_t, finish, row        here, by servers, or with an environment
+    score       old_logps_t, ref_logps_t                                on a GPU, while the host continues
     reward      rewards, reward
     advantages  advantages_t
     learn       weight; one or several updates

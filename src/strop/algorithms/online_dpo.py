@@ -1,5 +1,4 @@
-"""Online DPO (arXiv 2402.04792): sample two completions of each prompt, judge them, learn from the pair with DPO.
-"""
+"""Online DPO (arXiv 2402.04792): sample two completions of each prompt, judge them, learn from the pair with DPO."""
 
 import warnings
 from collections.abc import Sequence

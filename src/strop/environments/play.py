@@ -104,7 +104,7 @@ class Player:
 
 
 class _Play:
-    """One call of a player: B trajectories, each waiting for its environment, ready to sample, or ended.
+    """A call of a player: B trajectories, each waiting for its environment, ready to sample, or ended.
 
     each   row and address of every trajectory; turn t takes its random numbers from address + t
     """

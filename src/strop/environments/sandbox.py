@@ -65,7 +65,7 @@ REQUESTS = (
     0x5421,
     0x5450,
     0x5451,
-)  # of ioctl: about terminals, sizes, and flags of a descriptor
+)  # allowed requests of ioctl: terminals, sizes, and flags of a descriptor
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # seccomp's name; column in CALLS
 
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06

@@ -34,7 +34,7 @@ NEEDS = {  # start options a server needs for these paths
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # temporary errors: the server may answer a later request
 PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
 Completion = tuple[torch.Tensor, torch.Tensor]  # ids and log-probs
-SIGMAS = 8  # two versions of the weights are distinguishable if their log-probs differ by so many standard errors
+SIGMAS = 8  # two versions of the weights are distinguishable if their log-probs differ by this many standard errors
 
 
 class ServerError(RuntimeError):

@@ -1,4 +1,4 @@
-"""When the kernels of a rollout are compiled: those of a step in parallel, those of long prompts in advance."""
+"""Compilation of a rollout's kernels: those of a step in parallel, those of long prompts in advance."""
 
 import functools
 import threading

@@ -529,7 +529,7 @@ class Engine:
                 self._step_on_gpu(rows, round_, sampling)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # it reads values on the host, or allocates in a way that capturing forbids
+        except RuntimeError as error:  # the model reads values on the host, or allocates while capturing
             self.why_no_graphs = str(error).splitlines()[0]
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:

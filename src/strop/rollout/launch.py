@@ -102,7 +102,7 @@ def warps_for(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a step's attention is divided; each division has its own graph.
+    """The division of a step's attention into parts; each division has its own graph.
 
     splits              parts of the keys of a row that reads its prompt by itself
     own, of_prompt      parts of a row's own keys and of the prompt's, if rows share it; 0 if they do not

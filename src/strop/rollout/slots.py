@@ -190,7 +190,7 @@ class Prefill(Pass):
 
 @dataclass
 class Decode(Pass):
-    """One token of every row, in torch: the reference of the kernel.
+    """A pass that reads one token of every row, in torch: the reference of the kernel.
 
     longest   the most tokens of a row so far, the new one included
     """
