@@ -10,8 +10,8 @@ import resource
 import sys
 
 NOT_PROTECTED = 97
-NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # for unshare
-NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # for prctl
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # flags of unshare
+NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # arguments of prctl
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every architecture
 MAX_FILES, MAX_NODES = 32, 1000  # maximum number of open files; of files in the folder
 

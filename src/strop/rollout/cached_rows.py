@@ -18,7 +18,7 @@ import torch
 from strop.models.attention import Pass, Rule, in_one_dtype, masked_attention
 from strop.rollout.slots import Prefill, States, in_slots
 
-CHUNK = 2048  # most tokens of a prompt read at once
+CHUNK = 2048  # maximum tokens of a prompt read at once
 
 
 @dataclass

@@ -106,14 +106,14 @@ class Server:
         self.url, self.config = url.rstrip("/").removesuffix("/v1"), config
         self.failing_since: float | None = None
         self.has_answered = False
-        self._nobody_listens = False  # at the last request
+        self._nobody_listens = False  # True if the last request found no server
         self._weights: Weights | None = None  # the weights the server has; None after a failure
         self._model = ""  # the name in requests: the model's or the adapter's
         self._turn = threading.Lock()
 
     @property
     def patience(self) -> float:
-        """Return for how many seconds the server may fail before it is given up."""
+        """The seconds that the server may fail before it is given up."""
         never_started = self._nobody_listens and not self.has_answered
         return min(self.config.server_timeout, self.config.server_start_timeout if never_started else math.inf)
 
@@ -132,7 +132,7 @@ class Server:
             self._weights = None
 
     def hold(self, weights: Weights) -> None:
-        """Bring these weights to the server, unless it has them."""
+        """Load these weights into the server, unless it has them."""
         with self._turn:
             if self._weights is weights:
                 return

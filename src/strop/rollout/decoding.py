@@ -580,7 +580,7 @@ class Fallback:
     why: str
 
 
-FALLBACKS = {  # the fastest first; each is tried on ragged prompts before it is trusted
+FALLBACKS = {  # the fastest first; each is checked on prompts of unequal lengths
     "transformers' generate": transformers_generate.complete,
     "transformers' generate, prompts of one length together": transformers_generate.complete_by_length,
     "a forward of the whole row for each token": plain.complete,

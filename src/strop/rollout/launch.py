@@ -15,7 +15,7 @@ from strop.rollout.slots import CacheShape, Rows, in_slots
 CHUNK = 4096  # logits per program
 PROGRAMS = 264  # target number of programs: two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 16
-TILE = 64  # query heads that read a shared prompt's keys together
+TILE = 64  # maximum query heads that read a shared prompt's keys together
 SHARED_FROM = 512  # tokens of a prompt; for shorter ones another kernel costs more than reading keys again
 KEYS_AT_ONCE, ATTENTION_WARPS = 64, 4
 KEYS_OF_A_PART = 512  # minimum for splitting a row's keys: joining the parts is one more kernel

@@ -18,7 +18,7 @@ from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel
 
-MAX_CHOICES = 1024  # completions of one request, over all its prompts
+MAX_CHOICES = 1024  # maximum completions of one request, over all its prompts
 MAX_TOKENS = 1 << 20  # maximum length of a completion, if the model does not state its own
 MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields accepted only with these values, besides null

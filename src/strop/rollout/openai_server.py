@@ -54,7 +54,7 @@ from strop.rollout.openai_requests import (
 from strop.rollout.sampling_queue import QueueFull, SampledCompletion, Ticket
 from strop.rollout.served_model import RequestError, ServedModel
 
-MAX_HEAD = 32 << 10  # bytes of a request's line and headers
+MAX_HEAD = 32 << 10  # maximum bytes of a request's line and headers
 MIN_BODY, MAX_BODY = 1 << 20, 64 << 20  # bytes of a body: enough for the longest prompt, within these limits
 MAX_BODIES = 256 << 20  # bytes of all bodies being received
 BODY_SECONDS, IDLE_SECONDS = 60, 30  # limits: to receive a body, and between requests of a connection
