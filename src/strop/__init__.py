@@ -1,5 +1,5 @@
-"""strop: LLM post-training. The primitives are here and need only NumPy. The algorithms (`from strop import GRPO`) are
-imported when they are first used, because they need torch."""
+"""strop: LLM post-training. This module has the primitives, which need only NumPy. The algorithms
+(`from strop import GRPO`) need torch and are imported when they are first used."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ from strop import _trl, primitives
 from strop._compiled import get_num_threads, set_num_threads
 from strop.primitives import *  # noqa: F403
 
-if TYPE_CHECKING:  # for checkers and editors; at run time `__getattr__` brings them
+if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports them
     from strop.algorithms.best_of_n import BestOfN as BestOfN
     from strop.algorithms.distill import Distill as Distill
     from strop.algorithms.dpo import DPO as DPO
@@ -30,7 +30,7 @@ _ALGORITHMS = ("BestOfN", "DPO", "Distill", "GRPO", "KTO", "OnlineDPO", "PPO", "
 def __getattr__(name: str) -> Any:
     if name not in _ALGORITHMS:
         if told := _trl.class_hint(name):
-            raise ImportError(told)  # of an AttributeError `from strop import …` would not show the message
+            raise ImportError(told)  # `from strop import …` hides the message of an AttributeError
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     module = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # OnlineDPO is in online_dpo.py
     return getattr(importlib.import_module(f"strop.algorithms.{module}"), name)

@@ -1,9 +1,9 @@
-"""What every part asks of its arguments, in the same words: counts, numbers, choices, arrays. Knows NumPy, not torch.
+"""Checks of arguments: counts, numbers, choices and arrays, with uniform messages. Needs NumPy, not torch.
 
-The value comes first, then its name, then what is wanted. `check_…` raises or returns nothing; `as_…` returns the value in
-the one form that the code behind it takes. One kind of mistake has one exception type: TypeError for a wrong kind of thing
-(class, dtype, device), ValueError for a wrong shape, size or value. Every message names the argument, what was found and
-what is expected. `strop._tensors` has the same for tensors.
+Parameters are the value, then its name, then what is wanted. `check_…` raises or returns None; `as_…` returns the value
+converted to one standard form. A wrong class, dtype or device is a TypeError; a wrong shape, size or value is a
+ValueError. Every message names the argument, what was found and what is expected. `strop._tensors` has the checks of
+tensors.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-COLDEST = float(np.finfo(np.float32).tiny)  # a temperature below it has no finite inverse in float32
-END_OF_COUNTS = 2**63  # of NumPy's and torch's integers, and of torch's seeds as far as every generator takes them
+COLDEST = float(np.finfo(np.float32).tiny)  # the lowest temperature: below it 1/temperature overflows float32
+END_OF_COUNTS = 2**63  # the limit of NumPy's and torch's int64, and of the seeds that every torch generator accepts
 
 
 # ---- counts, numbers, choices ----
@@ -39,9 +39,9 @@ def check_count(value: object, name: str, low: int = 0) -> None:
 
 
 def as_count(value: object, name: str, low: int = 0) -> int:
-    """Return any integer, NumPy's and 0-d tensors too, as Python's."""
+    """Return an integer, which may be NumPy's or a 0-d tensor, as Python's int."""
     if isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_)):
-        with contextlib.suppress(TypeError):  # `check_count` says what is wrong
+        with contextlib.suppress(TypeError):  # `check_count` raises instead
             value = operator.index(value)
     check_count(value, name, low)
     return cast(int, value)
@@ -57,7 +57,7 @@ def check_number(
     open_high: bool = False,
     finite: bool = True,
 ) -> None:
-    """Raise unless `value` is a number within the bounds, and finite unless that is not asked for."""
+    """Raise unless `value` is a number within the bounds, and finite unless finite=False."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, found {type(value).__name__}")
     number = as_float(value)
@@ -70,14 +70,14 @@ def check_number(
 
 
 def as_number(value: object, name: str, low: float = -math.inf, high: float = math.inf, **options: bool) -> float:
-    """Return a number, NumPy's too, as Python's float."""
+    """Return a number, which may be NumPy's, as Python's float."""
     value = value.item() if isinstance(value, np.generic) else value
     check_number(value, name, low, high, **options)
     return float(cast(float, value))
 
 
 def as_float(value: float) -> float:
-    """Return the number as a float; infinity for an integer beyond all floats."""
+    """Return the number as a float; an integer too large for a float becomes infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -92,7 +92,7 @@ def check_timeout(timeout: object, name: str = "timeout") -> float | None:
 
 
 def check_choice(value: object, name: str, choices: Iterable[str | None]) -> None:
-    """Raise unless `value` is one of the choices; a misspelt one gets the nearest."""
+    """Raise unless `value` is one of the choices. The message suggests the nearest choice."""
     known = list(choices)
     if (value is not None and not isinstance(value, str)) or value not in known:
         hint = did_you_mean(value, known)
@@ -100,7 +100,7 @@ def check_choice(value: object, name: str, choices: Iterable[str | None]) -> Non
 
 
 def did_you_mean(name: object, known: Iterable[str | None], form: str = "; {}", cutoff: float = 0.6) -> str:
-    """Return a hint at the known name that is most like this one; "" if none is."""
+    """Return a hint with the known name that is most similar to this one; "" if none is similar."""
     import difflib
 
     near = difflib.get_close_matches(str(name), [one for one in known if one is not None], n=1, cutoff=cutoff)
@@ -111,25 +111,25 @@ def did_you_mean(name: object, known: Iterable[str | None], form: str = "; {}", 
 
 
 def is_conversation(value: object) -> "TypeGuard[Sequence[Row]]":
-    """Return whether this is a list of messages."""
+    """Return whether this is a conversation, a list of messages."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return False
     return len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    """Return whether this is a tensor, without importing torch; another thread may be importing it just now."""
+    """Return whether this is a tensor, without importing torch, which another thread may be importing."""
     tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor_class is not None and isinstance(value, tensor_class)
 
 
 def like_input(result: np.ndarray, value: object) -> object:
-    """Return the result as a tensor that shares its memory if the input was one."""
+    """Return the result as a tensor that shares its memory if the input was a tensor, else the array itself."""
     return sys.modules["torch"].from_numpy(result) if is_tensor(value) else result
 
 
 def as_array(value: object, name: str) -> np.ndarray:
-    """Return a view of an array or CPU tensor; a new array of a list."""
+    """Return the value as an array: a view of an array or CPU tensor, a new array for a list."""
     if is_tensor(value):
         if value.device.type != "cpu":
             raise TypeError(f"{name} must be on the CPU, found a tensor on {value.device}")
@@ -155,7 +155,7 @@ def _wrong_dtype(array: np.ndarray, name: str, value: object, wanted: str) -> Ty
 
 
 def _plain(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the array contiguous, aligned, in native byte order and of exactly NumPy's class; a copy only if needed."""
+    """Return the array as a contiguous, aligned np.ndarray in native byte order; it is copied only if needed."""
     return np.require(np.asarray(array), dtype=dtype.newbyteorder("="), requirements=["C", "A"])
 
 
@@ -186,7 +186,7 @@ def as_rewards(value: object, name: str = "rewards") -> np.ndarray:
 
 
 def as_mask(value: object, name: str, shape: tuple[int, ...], of: str) -> np.ndarray | None:
-    """Return a mask of booleans, given as booleans or as numbers that are all 0 or 1."""
+    """Return the mask as booleans; it may hold booleans, or numbers that are all 0 or 1."""
     if value is None:
         return None
     array = as_array(value, name)
@@ -203,7 +203,7 @@ def as_mask(value: object, name: str, shape: tuple[int, ...], of: str) -> np.nda
 
 
 def is_plain_integers(value: object) -> bool:
-    """Return whether this is what `as_integers` returns already; saves time where there are thousands."""
+    """Return whether `as_integers` would return this array unchanged; a fast check for thousands of arrays."""
     if type(value) is not np.ndarray or value.dtype != np.int64 or value.ndim != 1:
         return False
     return value.flags.c_contiguous and value.flags.aligned
@@ -224,7 +224,7 @@ def as_integers(value: object, name: str) -> np.ndarray:
 def rows_and_columns(
     shape: tuple[int, ...], columns: int | None, array_name: str, columns_name: str
 ) -> tuple[int, int]:
-    """Return how a flat array with a given row length, or a 2-D array, divides into rows."""
+    """Return the numbers of rows and columns of a 2-D array, or of a flat array with a given row length."""
     about = f"for {array_name} of shape {shape}"
     if len(shape) == 2:
         if columns is not None and as_count(columns, columns_name, 1) != shape[1]:
@@ -244,5 +244,5 @@ def rows_and_columns(
 
 
 def printable(text: str) -> str:
-    """Return text as it may stand on a terminal: what would steer it is shown by its number."""
+    """Return text that is safe to print on a terminal: control characters are escaped."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -1,6 +1,6 @@
-"""The compiled module: loaded where it is built, configured from the environment, and the reason where it is not.
+"""The compiled module: loaded if it is built, and configured from the environment; otherwise the reason.
 
-STROP_NATIVE=0 leaves it out, STROP_ISA names an instruction set, STROP_NUM_THREADS bounds its threads.
+STROP_NATIVE=0 disables it, STROP_ISA selects an instruction set, STROP_NUM_THREADS limits its threads.
 """
 
 import importlib
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _load() -> tuple[ModuleType | None, str, bool]:
-    """Return the module or None, why, and whether that is a fault rather than a choice."""
+    """Return the module or None, its status in words, and whether it is built but fails to load."""
     if os.environ.get("STROP_NATIVE", "1") == "0":
         return None, "switched off by STROP_NATIVE=0", False
     if importlib.util.find_spec("strop._native") is None:
@@ -38,7 +38,7 @@ MOST_THREADS = 1024
 
 
 def set_num_threads(count: int) -> None:
-    """Let every compiled function use up to `count` threads, the calling one included; no result depends on it."""
+    """Set the number of threads of compiled functions, including the calling thread. Results do not depend on it."""
     count = as_count(count, "count", 1)
     if count > MOST_THREADS:
         raise ValueError(f"count must be from 1 to {MOST_THREADS}, found {count}")
@@ -54,7 +54,7 @@ def get_num_threads() -> int:
 
 
 def _configure_from_environment() -> list[str]:
-    """Set what the environment asks for; warn of what it cannot have, and return that."""
+    """Apply the environment variables. Warn of invalid values, and return the warnings."""
     if native is None:
         return []
     wrong = []
@@ -89,7 +89,7 @@ kernels: dict[str, Callable[..., Any]] = {}
 
 
 def compiled(twin: Function) -> Function:
-    """Return the compiled function of the twin's name with the twin behind it; the twin if nothing is compiled."""
+    """Return the compiled function of the same name, with `twin` as its fallback; `twin` if nothing is compiled."""
     if native is None:
         return twin
     kernels[twin.__name__] = _entry_point(twin, None)

@@ -1,9 +1,9 @@
-"""Code of the user's, kept from changing how the rest of the program computes or ends.
+"""A context for user code, which keeps it from changing torch's settings or ending the program.
 
     with contained():
         values = reward_fn(completions)
 
-torch is looked at only where it is loaded already, so that importing this costs nothing.
+torch is used only if it is imported already.
 """
 
 import contextlib
@@ -13,25 +13,25 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
-_guards: list[Any] = []  # of inference mode: one that was put right stays right until the process ends
+_guards: list[Any] = []  # of inference mode, entered by `apply`: kept so that they never exit
 
 
 class ExitError(RuntimeError):
-    """Code that was called ended the program, as sys.exit does."""
+    """The error for called code that tried to end the program, for example by sys.exit."""
 
 
 class Settings(NamedTuple):
-    """torch's settings that change what is computed, or how fast. All but `dtype` and `threads` are those of one thread."""
+    """The settings of torch that affect results or speed. All but `dtype` and `threads` are per thread."""
 
     grad: bool = True
     inference: bool = False
     autocast: tuple[bool, ...] = (False,) * len(AUTOCAST_DEVICES)
-    dtype: Any = None  # None, as `threads`: left as it is
+    dtype: Any = None  # None leaves it unchanged; so for `threads`
     threads: int | None = None
 
     @classmethod
     def now(cls) -> "Settings":
-        """Return the settings as they are."""
+        """Return the current settings."""
         torch = sys.modules.get("torch")
         if torch is None:
             return cls()
@@ -45,12 +45,12 @@ class Settings(NamedTuple):
 
     @classmethod
     def of_a_run(cls) -> "Settings":
-        """Return what training needs: gradients, no autocast but its own; dtype and threads as they are now."""
+        """Return the settings for training: gradients on, autocast off, current dtype and threads."""
         now = cls.now()
         return cls(dtype=now.dtype, threads=now.threads)
 
     def apply(self) -> None:
-        """Put torch into these settings; what is as wanted already is not touched."""
+        """Apply these settings to torch, changing only those that differ."""
         torch = sys.modules.get("torch")
         if torch is None or (now := Settings.now()) == self:
             return
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Put torch's settings back at the end, whatever the code within did to them. sys.exit() within is an `ExitError`."""
+    """Restore torch's settings on exit. If the code inside calls sys.exit(), raise an `ExitError`."""
     before = Settings.now()
     try:
         yield
@@ -80,7 +80,7 @@ def contained() -> Iterator[None]:
 
 
 def exit_message(error: SystemExit) -> str:
-    """Return what is said of code that ends the program: where it did so, and with which exit code."""
+    """Return the message about code that called sys.exit: its file and line, and the exit code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     code = "" if error.code is None else repr(error.code)
     place = f"{frame.filename}, line {frame.lineno}"

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: found unreachable within seconds, where its own libraries try again for a minute."""
+"""Access to the Hugging Face Hub: an unreachable Hub is noticed in seconds; its own libraries retry for a minute."""
 
 import contextlib
 import re
@@ -13,22 +13,22 @@ from typing import Any
 
 from strop._checks import did_you_mean
 
-PATIENCE = 3.0  # seconds for a connection
+PATIENCE = 3.0  # seconds to wait for a connection
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-_changing = threading.RLock()  # held while the libraries are told to be offline
-_found_offline: str | None = None  # why, meanwhile
+_changing = threading.RLock()  # held while the libraries are set offline
+_found_offline: str | None = None  # the reason, while the libraries are set offline
 
 
 @contextlib.contextmanager
 def asking(name: str, kind: str, known: Sequence[str] = (), cache: str | None = None) -> Iterator[None]:
-    """Within, transformers and datasets may look for `name` on the Hub.
+    """Let transformers and datasets look for `name` on the Hub inside this context.
 
-    Where the Hub cannot be reached, or HF_HUB_OFFLINE is set, they look in their caches alone. A model or tokenizer that
-    is not in the cache either, and a name that no repository can have, are a FileNotFoundError or a ConnectionError here.
+    If the Hub cannot be reached, or HF_HUB_OFFLINE is set, they use only their caches. Raise a ConnectionError if a
+    model or tokenizer is not in the cache either, and a FileNotFoundError if no repository can have this name.
 
     kind    "model", "tokenizer" or "dataset"
-    known   names that are not the Hub's, for a misspelt one
-    cache   the folder of the cache; None is the libraries' own
+    known   other valid names, to suggest for a misspelt one
+    cache   the cache folder; None is the libraries' default
     """
     from huggingface_hub import constants
 
@@ -51,7 +51,7 @@ def asking(name: str, kind: str, known: Sequence[str] = (), cache: str | None = 
 
 
 def _why_unreachable(address: str) -> str | None:
-    """Return why no connection can be made to the Hub, or to the proxy that is set; None where one can."""
+    """Return why the Hub, or the proxy that is set, cannot be reached; None if it can."""
     url = urllib.parse.urlsplit(address)
     proxies = {} if urllib.request.proxy_bypass(url.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
@@ -66,7 +66,7 @@ def _why_unreachable(address: str) -> str | None:
         except (OSError, ValueError) as error:
             problems[:] = [str(error)]
 
-    thread = threading.Thread(target=connect, daemon=True)  # looking up a name has no time-out of its own
+    thread = threading.Thread(target=connect, daemon=True)  # a thread, because DNS lookups have no timeout
     thread.start()
     thread.join(PATIENCE + 1)
     through = f" through the proxy {way.hostname}" if proxy else ""
@@ -74,7 +74,7 @@ def _why_unreachable(address: str) -> str | None:
 
 
 def _is_cached(name: str, cache: str | None) -> bool:
-    """Whether the cache of models has something of this repository."""
+    """Return whether the model cache has any files of this repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -84,7 +84,7 @@ def _is_cached(name: str, cache: str | None) -> bool:
 
 @contextlib.contextmanager
 def _told_to_be_offline(why: str) -> Iterator[None]:
-    """Within, huggingface_hub, transformers and datasets are as with HF_HUB_OFFLINE, which they read when imported."""
+    """Set huggingface_hub, transformers and datasets offline in this context; HF_HUB_OFFLINE is read only on import."""
     global _found_offline
     from huggingface_hub import constants
 
@@ -97,7 +97,7 @@ def _told_to_be_offline(why: str) -> Iterator[None]:
             yield
         finally:
             _found_offline = reason
-            for place in _places():  # datasets may have been imported within
+            for place in _places():  # includes datasets if it was imported inside the context
                 place.HF_HUB_OFFLINE = before.get(place, first)
 
 
@@ -106,7 +106,7 @@ def _places() -> list[Any]:
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    """Return a hint at what may be meant: a known name, or a folder beside the one that is not there."""
+    """Return a hint with a similar name: a known one, or a folder beside the missing one."""
     place = Path(name)
     try:
         beside = [str(one) for one in place.parent.iterdir() if one.is_dir() and not one.name.startswith(".")]

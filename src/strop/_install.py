@@ -1,13 +1,13 @@
-"""How a package that is missing is installed. Every message about one is made here."""
+"""Error messages for missing packages, with the command that installs them."""
 
 CHECKOUT = "in a checkout of strop: pip install -c constraints.txt"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra. strop is on no package index, so it is run in a checkout."""
+    """Return the command that installs an extra. It runs in a checkout, as strop is on no package index."""
     return f"{CHECKOUT} '.[{extra}]'"
 
 
 def missing(what: str, package: str, extra: str) -> ImportError:
-    """Return the error for `what`, which needs a package that one of strop's extras brings."""
+    """Return the error for `what`, which needs a missing package from one of strop's extras."""
     return ImportError(f"{what} needs {package}; {install_command(extra)}")

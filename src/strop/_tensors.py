@@ -1,7 +1,7 @@
-"""What losses and operators ask of their tensors, in the same words. Knows torch, no operator and no loss.
+"""Checks of tensors for losses and operators, with uniform messages. Imports torch, but no operator and no loss.
 
-The rules are those of `strop._checks`: the value first, then its name, then what is wanted; TypeError for a wrong kind of
-thing (class, dtype, device), ValueError for a wrong shape or value.
+The rules are those of `strop._checks`: the parameters are the value, its name, then what is wanted. A wrong class,
+dtype or device is a TypeError; a wrong shape or value is a ValueError.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ Count = int | float | torch.Tensor
 
 
 def can_look(tensor: torch.Tensor) -> bool:
-    """Return whether looking at values costs nothing: a GPU would be waited for, a graph being compiled has none yet."""
+    """Return whether values can be read at no cost: false on a GPU, which needs a wait, and during torch.compile."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def in_float(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as losses are computed: float64 as it is, everything else as float32."""
+    """Return the tensor in the dtype of losses: float64 stays, everything else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, or float32 on a device that has none (Apple's)."""
+    """Return the dtype for sums: float64, or float32 on a device without float64 (Apple's)."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -38,7 +38,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
-    """Return the tensors without gradient in the dtype of the policy's log-probs, so that the loss has this dtype."""
+    """Return the tensors detached and in `dtype`, that of the policy's log-probs, so that the loss has it too."""
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
@@ -67,14 +67,14 @@ def check_device(tensor: torch.Tensor, name: str, other: torch.Tensor, other_nam
 
 
 def check_like(tensor: torch.Tensor, name: str, other: torch.Tensor, other_name: str) -> None:
-    """Raise unless these are floats of the other's shape on the other's device."""
+    """Raise unless this is a floating-point tensor with the other's shape and device."""
     check_floats(tensor, name)
     check_shape(tensor, name, other.shape)
     check_device(tensor, name, other, other_name)
 
 
 def as_completion_mask(mask: torch.Tensor, other: torch.Tensor, other_name: str) -> torch.Tensor:
-    """Return the mask as booleans, True where a token counts; raise unless shape and device are the other's."""
+    """Return the mask as booleans, True where a token counts. Raise unless it has the other's shape and device."""
     check_tensor(mask, "completion_mask")
     check_shape(mask, "completion_mask", other.shape)
     check_device(mask, "completion_mask", other, other_name)
@@ -86,7 +86,7 @@ def as_completion_mask(mask: torch.Tensor, other: torch.Tensor, other_name: str)
 
 
 def check_total(total: Count, name: str) -> Count:
-    """Raise unless `total` is a count over a whole batch: a number or a 0-d tensor, which is not waited for."""
+    """Return `total`, a count over a batch. Raise unless it is a number or a 0-d tensor. Does not wait for a GPU."""
     if not isinstance(total, torch.Tensor):
         check_number(total, name, 0)
     elif total.ndim:
@@ -97,7 +97,7 @@ def check_total(total: Count, name: str) -> Count:
 
 
 def as_divisor(total: Count, name: str, like: torch.Tensor) -> Count:
-    """Return a total to divide by: 1 in place of 0, where everything divided is 0. A tensor is not waited for."""
+    """Return the total as a divisor: 1 if it is 0, as all summands are 0 then. Does not wait for a GPU."""
     total = check_total(total, name)
     if isinstance(total, torch.Tensor):
         total = total.to(like.device, like.dtype, non_blocking=True)
@@ -124,7 +124,7 @@ def check_ids(ids: torch.Tensor, name: str, shape: torch.Size) -> None:
 def check_ids_in_range(
     ids: torch.Tensor, name: str, vocabulary: int, mask: torch.Tensor | None, validate: bool
 ) -> None:
-    """Raise if an id that counts lies outside the vocabulary, where looking is free (CPU) or wanted."""
+    """Raise if an unmasked id is outside the vocabulary. Checked on the CPU, elsewhere only with validate=True."""
     if not validate and not can_look(ids):
         return
     wrong = (ids < 0) | (ids >= vocabulary)
@@ -153,7 +153,7 @@ def check_logp(
     *,
     names: tuple[str, str] = LOGP_NAMES,
 ) -> torch.Tensor | None:
-    """Check everything that `logp` asks of its arguments, and return the mask as booleans."""
+    """Check the arguments of `logp`, and return the mask as booleans."""
     check_logits_and_ids(logits, ids, temperature, names)
     mask = None if completion_mask is None else as_completion_mask(completion_mask, ids, names[1])
     check_ids_in_range(ids, names[1], logits.shape[-1], mask, validate)
@@ -172,7 +172,7 @@ RefHead = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  
 
 
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:
-    """Raise unless these are an LM head: hidden states [.., H], its weight [V, H] and bias [V]."""
+    """Raise unless these fit together: hidden states [.., H], an LM head's weight [V, H] and its bias [V] or None."""
     hidden_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("hidden", "weight", "bias"))
     check_floats(hidden, hidden_name)
     if hidden.ndim < 1 or hidden.shape[-1] < 1:
@@ -194,7 +194,7 @@ def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def autocast_on(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no answer for meta
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch raises for meta
 
 
 def check_workspace(workspace: int | None) -> None:
@@ -214,7 +214,7 @@ def check_linear_logp(
     validate: bool,
     ids_name: str = "ids",
 ) -> torch.Tensor | None:
-    """Check everything that `linear_logp` asks of its arguments, and return the mask as booleans."""
+    """Check the arguments of `linear_logp`, and return the mask as booleans."""
     check_head(hidden, weight, bias)
     check_ids(ids, ids_name, hidden.shape[:-1])
     check_device(ids, ids_name, hidden, "hidden")
@@ -226,7 +226,7 @@ def check_linear_logp(
 
 
 def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor | None) -> None:
-    """Raise unless these are tokens one after the other, [n], and floats for each of them, or None."""
+    """Raise unless `ids` has shape [n] and each given tensor is None or holds a float for each of the n tokens."""
     if ids.ndim != 1:
         raise ValueError(f"ids must have shape [n], found {list(ids.shape)}")
     for name, tensor in given.items():
@@ -240,12 +240,12 @@ def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor 
 
 
 def computed_in(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the products: autocast's if it is on."""
+    """Return the dtype of matmuls with `hidden`: autocast's if it is on, else its own."""
     if autocast_on(hidden) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-probs, losses and sums over chunks, for products in this dtype."""
+    """Return the dtype of log-probs, losses and sums over chunks, for matmuls in this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

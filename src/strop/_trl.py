@@ -1,13 +1,13 @@
-"""What TRL calls things. One table: errors take their hints from it, docs/coming_from_trl.md its tables."""
+"""TRL's names and strop's equivalents. Hints in errors and the tables of docs/coming_from_trl.md come from here."""
 
 import re
 from typing import NamedTuple
 
 
 class Name(NamedTuple):
-    """A name of TRL or several, TRL's default, what strop has in its place, and that one's default.
+    """A row of the table: one or several names of TRL, TRL's default, strop's equivalent, and its default.
 
-    of   the algorithms it is so for; none is all
+    of   the algorithms it applies to; () is all
     """
 
     trl: str
@@ -193,7 +193,7 @@ _CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "PPOConfig", "D
 
 
 def class_hint(name: str) -> str | None:
-    """Return what strop has in place of a class of TRL; None for a name that is not TRL's."""
+    """Return a hint with strop's equivalent of a class of TRL; None if the name is not one of TRL's classes."""
     if name in _CLASSES:
         here = _CLASSES[name]
         return f"{name} is TRL's; what strop has is {here}: from strop import {here}"
@@ -204,11 +204,11 @@ def class_hint(name: str) -> str | None:
 
 
 def hint(name: str, algorithm: str = "") -> str | None:
-    """What strop has in place of a name of TRL; None for a name that is not TRL's."""
+    """Return a hint with strop's equivalent of a name of TRL; None if the name is not one of TRL's."""
     rows = [row for row in (*ARGUMENTS, *OPTIONS) if name in row.names]
-    told_apart = any(algorithm in row.of for row in OPTIONS)  # else an algorithm that is not in the table
+    told_apart = any(algorithm in row.of for row in OPTIONS)  # False if the algorithm is not in the table
     fitting = [row for row in rows if not row.of or algorithm in row.of or not told_apart]
-    if not fitting or f"`{name}`" in fitting[0].here:  # the same name: what is wrong is something else
+    if not fitting or f"`{name}`" in fitting[0].here:  # with the same name in strop, the mistake is another one
         return f"{algorithm} has nothing for TRL's {name}" if rows and not fitting else None
     here = fitting[0].here.replace("`", "")
     if here.startswith("none"):

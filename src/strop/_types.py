@@ -1,4 +1,4 @@
-"""Names for the types of values that many files pass on. Needs torch for the type checker alone."""
+"""Type aliases and protocols that many files use. Only type checkers import torch here."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = Union[ArrayLike, "torch.Tensor"]  # numbers: lists, arrays of NumPy, tensors
 Json: TypeAlias = dict[str, Any]  # an object of a JSON or YAML file
-Row: TypeAlias = Mapping[str, Any]  # a row of a dataset, whose columns hold anything
+Row: TypeAlias = Mapping[str, Any]  # a row of a dataset; its columns may hold anything
 Texts: TypeAlias = Union[Sequence[Any], "torch.Tensor"]  # texts, conversations or token ids, one a row
-State: TypeAlias = tuple[dict[str, "torch.Tensor"], Json]  # what a checkpoint keeps: tensors by name, and JSON values
+State: TypeAlias = tuple[dict[str, "torch.Tensor"], Json]  # state in a checkpoint: tensors by name, and JSON values
 
 
 class Context(Protocol):
@@ -27,7 +27,7 @@ class Context(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What strop asks of a tokenizer: one of transformers, or `strop.tasks.tokenizer.CharTokenizer`."""
+    """The interface of tokenizers: transformers' have it, and so has `strop.tasks.tokenizer.CharTokenizer`."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> Sequence[int]: ...
     def __call__(self, text: str, /, *, add_special_tokens: bool = ...) -> Mapping[str, Any]: ...

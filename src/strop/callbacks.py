@@ -1,4 +1,4 @@
-"""What happens beside the training; the classes are those of `strop.training.callbacks`."""
+"""Callbacks for trainers; the classes of `strop.training.callbacks`."""
 
 from strop.training.callbacks import BestCheckpoint as BestCheckpoint
 from strop.training.callbacks import Callback as Callback

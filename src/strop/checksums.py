@@ -1,7 +1,7 @@
-"""Checksums of tensors in a checkpoint, and of the files in a folder of a model.
+"""Checksums of the tensors in a checkpoint, and of the files in a model folder.
 
-They find damage: flipped bits, blocks that were lost, moved or left from an older file. They do not stop a person who
-changes a file and its checksum.
+They detect damage: flipped bits, and blocks that were lost, moved or left from an older file. They do not detect a
+deliberate change of a file together with its checksum.
 """
 
 import json
@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 FILE = "checksums.json"
-ROWS, COLUMNS = 64, 509  # COLUMNS is prime: sectors or pages that changed places within a block fall on other columns
+ROWS, COLUMNS = 64, 509  # COLUMNS is prime: sectors or pages swapped within a block fall on other columns
 BLOCK = ROWS * COLUMNS * 8  # bytes
 
 
 def checksum(data: "bytes | memoryview | np.ndarray") -> int:
-    """CRC-32 of the bytes, 64 times shorter: of each block of 64 rows of 64-bit words the sum of its rows, mod 2⁶⁴.
+    """Return the CRC-32 of the bytes after each block of 64 rows of 64-bit words is replaced by Σ rows mod 2⁶⁴.
 
-    A change within one row is a change of the sums, and adding is five times as fast as a CRC-32 of everything.
+    A change within one row changes the sums, and this is five times as fast as a CRC-32 of all bytes.
     """
     bytes_N = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
     whole = len(bytes_N) // BLOCK * BLOCK
@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: str | Path) -> None:
-    """Raise a ValueError if the folder has checksums and a file is not as they say. Other files may lie beside them."""
+    """Raise a ValueError if the folder has checksums and a listed file does not match. Unlisted files are ignored."""
     listed = Path(folder) / FILE
     if not listed.is_file():
         return

@@ -1,11 +1,11 @@
-"""Several processes, started by torchrun: who this one is, and what it asks of the others.
+"""Training in several processes, started by torchrun: rank, collective operations and sharded weights.
 
     torchrun --nproc-per-node 8 -m strop train grpo --config run.yaml --shard full
 
 Every process is given the same batch and takes its share of the rows: whole prompts, whole pairs. Counts of tokens and
-sequences are those of the whole batch, so each process computes its share of one loss, and gradients are summed, once an
-update. Numbers of the host go through `concat`. Without torchrun there is one process, and torch.distributed is not
-imported. Nothing else in strop knows it.
+sequences are those of the whole batch, so each process computes its share of one loss. Gradients are summed once per
+update. Values on the host are exchanged by `gathered` and `concat`. Without torchrun there is one process, and
+torch.distributed is not imported. No other file of strop uses it.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from strop import process_failures
 from strop.process_failures import PeerError
 
 Item = TypeVar("Item")
-TOGETHER = 2**27  # weights in shards that are gathered in one call, or one layer where that has more
-BUCKET = 2**26  # bytes of gradients that are summed in one call
+TOGETHER = 2**27  # number of sharded weights gathered in one call; a larger layer is gathered by itself
+BUCKET = 2**26  # bytes of gradients summed in one call
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size`; `local_rank` counts those of this machine, one a GPU.
+    """The rank of this process among `size` processes; `local_rank` is its number on this machine and of its GPU.
 
-    is_first   whether this process is the one that writes logs, progress and files that are not shared out
+    is_first   True for the process that writes logs, progress and the files that only one process writes
     """
 
     rank: int = 0
@@ -54,11 +54,11 @@ class World:
     # ---- rows and numbers of the host ----
 
     def share(self, num_rows: int) -> range:
-        """Return which of so many rows are this process's: neighbours, so that the shares in order are the rows in order."""
+        """Return the indices of this process's rows: contiguous, so the shares by rank are the rows in order."""
         return range(num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size)
 
     def gathered(self, value: Item) -> list[Item]:
-        """Return the values of all processes, in their order."""
+        """Return the values of all processes, by rank."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -68,7 +68,7 @@ class World:
         return found
 
     def concat(self, items: list[Item]) -> list[Item]:
-        """Return the items of all processes, one after the other."""
+        """Return the items of all processes in one list, by rank."""
         return [item for items_ in self.gathered(items) for item in items_]
 
     def total(self, value: float) -> float:
@@ -78,13 +78,13 @@ class World:
         return any(self.gathered(bool(value)))
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this: a barrier."""
         self.gathered(None)
 
     def together(self, call: Callable[[], Item], raises: type[Exception] | None = None) -> Item:
-        """Return what `call` returns here, once it has returned in every process. If it fails in one, it fails in all.
+        """Return the result of `call` once it has returned in every process. If it fails in one process, raise in all.
 
-        raises   the error of the processes in which it did not fail; None: a PeerError
+        raises   the type of error to raise where it did not fail; None is PeerError
         """
         if self.size == 1:
             return call()
@@ -100,14 +100,14 @@ class World:
         return found
 
     def from_first(self, call: Callable[[], Item]) -> Item:
-        """Return, in all processes, what `call` returns in the first, which alone calls it."""
+        """Call `call` in the first process only, and return its result in all processes."""
         if self.size == 1:
             return call()
         found = self.together(lambda: [call()] if self.is_first else [])
         return self.gathered(found)[0][0]
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise in every process if one of these values, by its name, is not the same in all."""
+        """Raise in every process if any of these named values differs between processes."""
         if self.size == 1:
             return
         first, *others = self.gathered(dict(values))
@@ -129,7 +129,7 @@ class World:
         return tensor
 
     def make_same(self, module: nn.Module) -> None:
-        """Give every process the first one's weights: those drawn at random differ otherwise."""
+        """Copy the first process's weights to all processes. Randomly initialised ones would differ otherwise."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -139,7 +139,7 @@ class World:
                 dist.broadcast(tensor.detach(), 0)
 
     def sum_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Sum every gradient over the processes; one that only others have counts as 0 here."""
+        """Sum every gradient over the processes. A missing gradient counts as 0 if another process has one."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -158,7 +158,7 @@ class World:
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield neighbours of one dtype, together about BUCKET bytes."""
+    """Yield groups of consecutive tensors of one dtype, of about BUCKET bytes each."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         if bucket and (bucket[0].dtype != tensor.dtype or sum(one.nbytes for one in bucket) >= BUCKET):
@@ -174,7 +174,7 @@ ALONE = World()
 
 @functools.cache
 def world() -> World:
-    """Return the processes that torchrun started, connected; without torchrun this one alone."""
+    """Return the World of the processes that torchrun started, after connecting them; ALONE without torchrun."""
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
     if "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
         return ALONE
@@ -200,9 +200,9 @@ def world() -> World:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors, whole or in shards, into one folder: each process writes its shards and its part of the rest.
+    """Write tensors, whole or sharded, to one folder. Each process writes its shards and a part of the whole tensors.
 
-    A process may have tensors that others do not have. If one fails, all raise an OSError.
+    A process may have tensors that others do not have. If one process fails, all raise an OSError.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -212,19 +212,19 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Fill these tensors from the folder, each process by itself. Safetensors are read, and no pickle."""
+    """Fill these tensors from the folder's safetensors files, in each process independently. No pickle is read."""
     import torch.distributed.checkpoint as dcp
 
     with _as_oserror(folder, "read"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is done by itself
+        warnings.simplefilter("ignore", UserWarning)  # it warns about no_dist=True
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-Shard = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # where it begins, its shape and dtype
+Shard = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # offsets, shape and dtype
 
 
 def shards_in(folder: Path) -> dict[str, list[Shard]]:
-    """Return the shards of every tensor in the folder, in their order, as its files say: nothing of it is checked."""
+    """Return the shards of every tensor in the folder, sorted by offset, as its files state them, without checks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -245,13 +245,13 @@ def _as_oserror(folder: Path, what: str) -> Iterator[None]:
 
     try:
         yield
-    except CheckpointException as error:  # not an Exception in torch: of one process or of several
+    except CheckpointException as error:  # a BaseException in torch, with the errors by rank
         rank, (cause, *_) = next(iter(error.failures.items()))
         raise OSError(f"{folder} could not be {what}: process {rank}: {type(cause).__name__}: {cause}") from None
 
 
 def put(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a whole tensor into one that may lie in shards, where each process takes its own."""
+    """Copy a whole tensor into `target`. If that is sharded, each process copies its own shard."""
     if hasattr(target, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -264,21 +264,21 @@ def put(target: torch.Tensor, full: torch.Tensor) -> None:
 
 
 class Shards:
-    """A model whose parameters lie in shards, one a process (FSDP2). They are whole only while a layer computes.
+    """A model whose parameters are sharded over the processes (FSDP2). They are whole only while a layer computes.
 
-    dtype   in which layers compute and weights travel; gradients are summed in float32. None: as they are
+    dtype   of layers' computations and of gathered weights; gradients are then summed in float32. None keeps all dtypes
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype | None = None):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-        # its warning of views that are changed in place, which nobody does here
+        # FSDP warns of in-place changes of views, which do not occur here
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         self.module = module
         self.twin = _without_weights(module)
         self.dtype = dtype
-        self.are_whole = False  # at present, within `read`
-        self._copied: dict[int, Any] = {}  # of each part: the twin's weights, and the whole ones here
+        self.are_whole = False  # True during `read`
+        self._copied: dict[int, Any] = {}  # part → the twin's weights, and the gathered weights to copy from
         self._places = _places(self.twin)
         reduced = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
@@ -286,28 +286,28 @@ class Shards:
         for modules, _ in self._parts:
             fully_shard(modules, mp_policy=policy)
             part: Any = modules[0]
-            part.set_gradient_divide_factor(1.0)  # losses are shares of one: a sum
+            part.set_gradient_divide_factor(1.0)  # sum, not mean: each process has its share of one loss
             part.set_force_sum_reduction_for_comms(True)
-        # a method that FSDP knows: within it the embedding and the head are whole too
+        # registered as a forward method of FSDP, so that embedding and head are whole inside it too
         module.strop_read = types.MethodType(lambda _, call: call(), module)  # type: ignore[assignment]
         register_fsdp_forward_method(module, "strop_read")
-        # FSDP takes the dtype of gradients from the parameters that are trained when it first computes, and the first may be
-        # a reference: the same model with its adapter off, in which nothing is trained
+        # FSDP takes the dtype of gradients from the parameters that are trainable in its first forward. That could be
+        # the reference's: the same model with its adapter off, in which nothing is trainable. So do an empty one now
         with torch.no_grad():
             self.read(lambda: None)
         module.reshard()  # type: ignore[operator]
 
     def clip(self, params: Sequence[nn.Parameter], limit: float, world: World) -> torch.Tensor:
-        """Clip the gradients' norm, as `clip_grad_norm_` does, on what lies here of each; return the norm."""
+        """Clip the norm of the sharded gradients, as `clip_grad_norm_` does for whole ones; return the norm."""
         grads = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
-        if not grads:  # in no process, as when every completion is masked
+        if not grads:  # then no process has one, as when every completion is masked
             return torch.zeros((), device=params[0].device)
         norm = world.summed(torch.nn.utils.get_total_norm(grads).square()).sqrt()
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def read(self, call: Callable[[], Item]) -> Item:
-        """Return what `call` makes of the model with its weights whole: a tensor or several."""
+        """Return the result of `call`, a tensor or several, which uses the model with its weights whole."""
         found = []
 
         def within() -> object:
@@ -322,16 +322,16 @@ class Shards:
         return found[0]
 
     def sum_gradients_after(self, is_last: bool) -> None:
-        """Say whether the next backward is the update's last, which sums the gradients over the processes."""
+        """Set whether the next backward is the update's last, which sums the gradients over the processes."""
         self.module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         self.module.set_is_last_backward(is_last)  # type: ignore[operator]
 
     def gather(self) -> None:
-        """Give `twin` all weights, gathered part by part; its memory of the last time is used again."""
+        """Fill `twin` with all weights, gathered part by part. Its memory is reused until `free`."""
         for number, (modules, names) in enumerate(self._parts):
             part: Any = modules[0]
             part.unshard()
-            if number not in self._copied:  # the same tensors every time, until `free`
+            if number not in self._copied:  # the tensors stay the same until `free`
                 theirs = [self.module.get_parameter(name).detach() for name in names]
                 for name, param in zip(names, theirs, strict=True):
                     _set(self._places[name], torch.empty_like(param))
@@ -343,17 +343,17 @@ class Shards:
             ours.copy_(theirs_)
 
     def free(self) -> None:
-        """Give the memory of `twin`'s weights back."""
+        """Free the memory of `twin`'s weights."""
         self._copied.clear()
         for name, param in self.module.named_parameters():
             _set(self._places[name], torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
     def on_host(self, is_wanted: bool) -> nn.Module | None:
-        """Return a copy of the model in host memory, with its weights as trained; None in processes that want none."""
+        """Return a copy of the model in host memory, or None unless `is_wanted`. All processes must call this."""
         made = _without_weights(self.twin)
         places = _places(made)
         for name, param in self.module.named_parameters():
-            full = whole(param.detach())  # by all processes together
+            full = whole(param.detach())  # a collective call
             if is_wanted:
                 _set(places[name], full.cpu())
         for ours, theirs in zip(made.buffers(), self.module.buffers(), strict=True):
@@ -362,18 +362,18 @@ class Shards:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies in shards gathered, any other as it is."""
+    """Return the whole tensor: a sharded one is gathered, any other returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def class_of(module: nn.Module) -> type:
-    """Return the module's class; FSDP puts one of its own before it."""
+    """Return the module's original class, without the one that FSDP adds."""
     kind = type(module)
     return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Group neighbouring layers, about TOGETHER weights each, that are gathered at once: single small layers take longer."""
+    """Return groups of consecutive layers, of about TOGETHER weights each. Gathering small layers singly is slower."""
     groups: list[list[nn.Module]] = []
     room = 0
     for layer in layers:
@@ -385,14 +385,14 @@ def _together(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _apart(module: nn.Module, parts: Sequence[list[nn.Module]]) -> list[tuple[list[nn.Module], list[str]]]:
-    """Return the parts with the names of their parameters, except those that an earlier part within has."""
+    """Return each part with the names of its parameters that are not in an earlier part."""
     names = {id(param): name for name, param in module.named_parameters()}
     owned = [[names.pop(id(p), None) for one in part for p in one.parameters()] for part in parts]
     return [(part, [name for name in own if name]) for part, own in zip(parts, owned, strict=True)]
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of the module whose parameters take no memory."""
+    """Return a copy of the module with its parameters on the meta device."""
     import copy
 
     return copy.deepcopy(module, {id(param): _hollow(param) for param in module.parameters()})
@@ -403,14 +403,14 @@ def _hollow(param: torch.Tensor) -> nn.Parameter:
 
 
 def _set(places: Iterable[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
-    """Put a parameter into its places."""
+    """Make the tensor a parameter and set it at these places."""
     param = nn.Parameter(tensor, requires_grad=False)
     for part, leaf in places:
         part._parameters[leaf] = param
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return where each parameter stands, by its first name; tied ones stand in several places."""
+    """Return the modules and attribute names of each parameter, by its first name; tied ones have several."""
     first: dict[int, str] = {}
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Where metrics go; the classes are those of `strop.training.logging`."""
+"""Loggers for metrics; the classes of `strop.training.logging`."""
 
 from strop.training.logging import ConsoleLogger as ConsoleLogger
 from strop.training.logging import JSONLLogger as JSONLLogger

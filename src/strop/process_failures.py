@@ -41,10 +41,10 @@ class Store(Protocol):
 
 
 class OtherProcesses:
-    """What this process knows of the others without waiting for them.
+    """The state of the other processes, which can be read without waiting for them.
 
     pid_by_rank   the other processes of this machine
-    is_first      whether this process was the first to fail
+    is_first      True if this process was the first to fail
     """
 
     def __init__(self, rank: int, where: Sequence[tuple[str | None, int]], store: Store):
@@ -54,7 +54,7 @@ class OtherProcesses:
         self.pid_by_rank = {other: pid for other, (at, pid) in enumerate(where) if at == machine and other != rank}
 
     def failure(self, store: Store, own: bool = False) -> str | None:
-        """Return why this process must end: another one (with `own` also this one) or torchrun failed. None if all run."""
+        """Return why this process must end: another (with `own` also this one) or torchrun failed; else None."""
         try:
             if store.check([ERROR]) and ((rank := int(store.get(ERROR))) != self.rank or own):
                 return f"process {rank} failed"
@@ -66,7 +66,7 @@ class OtherProcesses:
         return None
 
     def cause_of(self, error: BaseException) -> str:
-        """Return what happened to the other process, for an error that says only that one is gone."""
+        """Return what happened to the other process, for an error that says only that a process is gone."""
         if isinstance(error, PeerError):
             return str(error)
         if "imed out" in str(error):
@@ -82,7 +82,7 @@ class OtherProcesses:
         thread.start()
 
         def end() -> None:
-            if os.getpid() != self.pid:  # in a forked process
+            if os.getpid() != self.pid:  # this is a forked process
                 return
             self.ended.set()
             thread.join()  # Python aborts if it ends while the thread is inside torch
@@ -93,7 +93,7 @@ class OtherProcesses:
 
     def watch(self, store: Store) -> None:
         """Wait until a process fails, then end this one."""
-        while (why := self.failure(store, own=True)) is None:  # its own too: a failed process may hang as it ends
+        while (why := self.failure(store, own=True)) is None:  # own=True: a failed process may hang as it ends
             if self.ended.wait(0.5):
                 return
         if self.ended.wait(GRACE):
@@ -105,7 +105,7 @@ class OtherProcesses:
 
 
 def watch_others(rank: int, where: Sequence[tuple[str | None, int]], store: Store) -> None:
-    """Watch the other processes from now on.
+    """Start watching the other processes.
 
     where   the machine and the pid of every process
     """
@@ -148,7 +148,7 @@ def report_first(report: Callable[[], object]) -> None:
 
 def raise_if_failed() -> None:
     """Raise a PeerError if another process failed. For signal handlers: torchrun signals the processes that are left."""
-    is_ending = sys.exc_info()[1] is not None  # because of its own error
+    is_ending = sys.exc_info()[1] is not None  # this process ends because of its own error
     if _others is not None and not is_ending and (why := _others.failure(_others.store)) is not None:
         raise PeerError(why)
 

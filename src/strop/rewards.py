@@ -1,4 +1,4 @@
-"""Reward and preference functions: called by their parameter names, checked, weighed, stopped when they hang.
+"""Reward and preference functions: called by parameter names, checked, weighted, and stopped after a timeout.
 
     def reward(completions, answer):                     # answer: a column of the dataset
         return [float(c.strip() == a) for c, a in zip(completions, answer)]
@@ -7,11 +7,13 @@
     found = rewards({"completions": [...], "prompts": [...], "answer": [...]})
     found.total_B, found.columns["reward"]
 
-What a function may ask for: completions and prompts (text with a tokenizer, else 1-D tensors of ids), completion_ids and
-prompt_ids (always tensors), and every column of the dataset, each a list with one entry a completion; **kwargs takes all.
+A function may have these parameters: completions and prompts (texts with a tokenizer, else 1-D tensors of ids),
+completion_ids and prompt_ids (always tensors), and every column of the dataset. Each is a list with one entry per
+completion; **kwargs receives all.
 
-A reward that is missing, not finite, not a number, late, or an exception is a `RewardError` that names the function, the
-completion's index and its prompt. There is no default reward: a silent zero would be learned from.
+A reward that is missing, late, not a number or not finite raises a `RewardError` that names the function, the
+completion's index and its prompt; so does an exception. There is no default reward, because the model would learn from
+a silent zero.
 """
 
 import contextlib
@@ -46,29 +48,29 @@ Rows = Mapping[str, Sequence[Any]]
 
 LARGEST = torch.finfo(torch.float32).max
 METRICS = ("mean", "std", "zero_std_fraction", "resampled_fraction")  # reward/… of all functions together
-Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # by position, by name; each with one entry a completion
+Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # positional and keyword; each has one entry per completion
 
 
 class RewardError(ValueError):
-    """A reward or preference function gave nothing that can be trained on."""
+    """The error for a reward or preference function that fails or returns unusable values."""
 
 
 @dataclass
 class Rewards:
-    """Rewards of several completions: total_B = Σ weight·column; columns by the functions' names. float32."""
+    """The rewards of several completions, in float32: total_B = Σ weight·column, and the columns by function name."""
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], names: Sequence[str]) -> "Rewards":
-        """Return the rewards that these trajectories have, by functions with these names."""
+        """Return the rewards stored in these trajectories, for functions with these names."""
         columns = {name: torch.tensor([one.rewards[name] for one in trajectories]).float() for name in names}
         return cls(torch.tensor([one.reward for one in trajectories]).float(), columns)
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"], names: Sequence[str]) -> "Rewards":
-        """Return the parts one after the other."""
+        """Return the parts concatenated."""
         none = torch.zeros(0)
         columns = {name: torch.cat([none, *(part.columns[name] for part in parts)]) for name in names}
         return cls(torch.cat([none, *(part.total_B for part in parts)]), columns)
@@ -85,7 +87,7 @@ class Rewards:
 
     @property
     def shown(self) -> dict[str, list[float]]:
-        """For `sample_table`: the reward of each completion, and of several functions each one's."""
+        """The columns for `sample_table`: the total rewards and, with several functions, those of each."""
         each = {f"reward/{name}": column_B.tolist() for name, column_B in self.columns.items()}
         return {"reward": self.total_B.tolist()} | (each if len(each) > 1 else {})
 
@@ -97,12 +99,12 @@ class Rewards:
 
 
 class RewardFunctions:
-    """One reward function or several, added up with weights.
+    """One or several reward functions, whose rewards are added with weights.
 
-    weights   one a function; None is 1 for each
-    timeout   seconds for one call of one function; None waits forever. See `time_limit` for what it can stop.
-    find_failing   a function that raised is called again, one completion at a time, so that the error names the one
-                   that fails. Off: a function may cost money
+    weights   one per function; None is 1 for each
+    timeout   seconds for one call of one function; None waits forever. `time_limit` says what it can stop.
+    find_failing   call a function that raised again, one completion at a time, so that the error names the failing one.
+                   Off by default, because calls may cost money
     """
 
     def __init__(
@@ -133,9 +135,9 @@ class RewardFunctions:
                 raise ValueError(f"reward_fn must not be called {name!r}: {why}")
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
-        """Raise, before anything is sampled, where a function asks for a column that no row or not every row has.
+        """Raise if a function needs a column that not every row has. Called before anything is sampled.
 
-        besides   columns that come from the rollout, beyond a completion's
+        besides   more columns that the rollout adds
         """
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
@@ -143,7 +145,7 @@ class RewardFunctions:
     def __call__(self, rows: Rows, trajectories: Sequence[Trajectory] = ()) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
-        if not len(total_B):  # a process without prompts asks nobody
+        if not len(total_B):  # a process without prompts calls no function
             return Rewards.joined([], self.names)
         for function, name, weight in zip(self.functions, self.names, self.weights, strict=True):
             column_B = torch.tensor(self._score(function, name, rows), dtype=torch.float64)
@@ -165,9 +167,10 @@ def _as_numbers(weights: object) -> list[float]:
 
 
 class PreferenceFunction:
-    """preference_fn(pairs) → for each (a, b) 0 where a is the better one, 1 where b is. Texts, or 1-D tensors of ids.
+    """A preference function: preference_fn(pairs) returns 0 for each pair (a, b) where a is better, 1 where b is.
 
-    By its parameter names it may ask besides for prompts, prompt_ids and the dataset's columns, one entry a pair.
+    a and b are texts, or 1-D tensors of ids. The function may have further parameters: prompts, prompt_ids and the
+    dataset's columns, with one entry per pair.
     """
 
     def __init__(self, function: object, timeout: float | None = None, find_failing: bool = False):
@@ -178,7 +181,7 @@ class PreferenceFunction:
         self.name = unique_names([function])[0]
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
-        """As `RewardFunctions.check`."""
+        """Raise if the function needs a column that not every row has; see `RewardFunctions.check`."""
         check_columns(self.function, self.name, ("pairs", *besides), rows, name)
 
     def __call__(self, pairs: Sequence[tuple[object, object]], columns: Rows | None = None) -> list[int]:
@@ -199,7 +202,7 @@ class PreferenceFunction:
 
 
 def _refuse_async(function: object, argument: str) -> None:
-    """Raise for an async function: calling one gives a coroutine and no rewards."""
+    """Raise for an async function: calling it returns a coroutine and no rewards."""
     inner = getattr(function, "func", function)  # functools.partial
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
         name = unique_names([function])[0]
@@ -211,12 +214,12 @@ def _refuse_async(function: object, argument: str) -> None:
 
 
 def judged(rows: Rows) -> str:
-    """Return what the function judges: "completions", or "pairs" for a preference function, which has no completions."""
+    """Return the column that the function judges: "completions", or "pairs" for a preference function."""
     return "completions" if "completions" in rows else "pairs"
 
 
 def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
-    """Return the columns the function's parameters ask for."""
+    """Return the arguments for the function: the columns named by its parameters."""
     what = judged(rows)
     first = list(rows[what])
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
@@ -238,7 +241,7 @@ def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
 
 
 def check_columns(function: object, name: str, judged: Sequence[str], rows: Sequence[Row], where: str) -> None:
-    """Raise if a row lacks a column that a function needs. A parameter with a default needs none: it gets None."""
+    """Raise if a row lacks a column that a function needs. A parameter with a default needs none; it is None then."""
     counts = column_counts(rows)
     columns = {column: None for column in counts if column not in RESERVED}
     given = dict.fromkeys((*judged, "prompts", "prompt_ids", *columns), ())
@@ -257,12 +260,15 @@ def _parameters(function: Any) -> Sequence[inspect.Parameter]:
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         return list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):  # a builtin says nothing
+    except (TypeError, ValueError):  # a builtin may have no signature
         return []
 
 
 def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: Rows, what: str) -> None:
-    """Raise if a single parameter, which is given what is judged whatever its name, is another column's misspelt."""
+    """Raise if a single parameter seems to be another column's misspelt name.
+
+    A single parameter of any other name receives what is judged.
+    """
     for parameter in parameters:
         if did_you_mean(parameter.name, [column for column in rows if column != what], cutoff=0.85):
             raise RewardError(_unknown_parameter(parameter.name, name, rows, what))
@@ -277,7 +283,7 @@ def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
 def call_checked(
     function: object, name: str, given: Arguments, rows: Rows, timeout: float | None, find_failing: bool
 ) -> Sequence[Any]:
-    """Return what the function returns; raise a RewardError if it raises or is late."""
+    """Call the function and return its result; raise a RewardError if it raises or exceeds the timeout."""
     what = judged(rows)
     try:
         return _call(function, given, timeout)
@@ -296,7 +302,7 @@ def call_checked(
 
 
 def _line_of(error: Exception, function: Any) -> str:
-    """Return where it was raised: the last line of the function's own file, or else the last of all."""
+    """Return the place of the error: the last traceback line in the function's own file, else the last line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None), "co_filename", None)
     frame = [*frames[-1:], *(frame for frame in frames if frame.filename == own)][-1]
@@ -304,7 +310,7 @@ def _line_of(error: Exception, function: Any) -> str:
 
 
 def _of_messages(error: Exception, given: Arguments) -> str:
-    """Return a hint for a function written for TRL, which indexes a completion as if it were messages."""
+    """Return a hint if the function, as one written for TRL, indexes a completion as a list of messages; else ""."""
     texts = given[1].get("completions") or (given[0] or [[]])[0]
     indexed = isinstance(error, TypeError) and "indices must be" in str(error)
     if not indexed or not texts or not isinstance(texts[0], str):
@@ -320,7 +326,7 @@ def _call(function: Any, given: Arguments, timeout: float | None) -> Any:
 def _first_failing(
     function: object, given: Arguments, num_rows: int, timeout: float | None, patience: float = 5.0
 ) -> int | None:
-    """Return the first completion for which alone the function raises, so that the error can name it."""
+    """Return the index of the first completion for which the function raises when called with it alone, or None."""
     end = time.monotonic() + patience
     for index in range(num_rows):
         left = end - time.monotonic()
@@ -336,13 +342,13 @@ def _first_failing(
     return None
 
 
-# ---- columns, and what is shown ----
+# ---- columns and sample tables ----
 
 
 def reward_columns(trajectories: Sequence[Trajectory], tokenizer: Tokenizer | None) -> dict[str, list[Any]]:
-    """Return the columns for reward functions, one entry a trajectory.
+    """Return the columns for reward functions, with one entry per trajectory.
 
-    Ids are copies: a function that changes them in place does not change what is trained on.
+    Ids are copies, so a function that changes them in place does not change the training data.
     """
     prompt_ids, completion_ids = _copies(trajectories)
     prompts, completions = _copies(trajectories) if tokenizer is None else (prompt_ids, completion_ids)
@@ -360,7 +366,7 @@ def reward_columns(trajectories: Sequence[Trajectory], tokenizer: Tokenizer | No
 
 
 def _copies(trajectories: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
-    """Return copies of the ids of prompts and of completions."""
+    """Return copies of the prompts' ids and of the completions' ids."""
     if not trajectories:
         return [], []
     lengths = [length for one in trajectories for length in (one.num_prompt, len(one) - one.num_prompt)]
@@ -369,9 +375,9 @@ def _copies(trajectories: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
 
 
 def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any]) -> list[Json]:
-    """Return rows for `Trainer.samples`: prompt, completion and these columns, ids as lists.
+    """Return rows for `Trainer.samples`: prompt, completion and these columns, with ids as lists.
 
-    The completion of several turns is all that was said behind the prompt, as messages.
+    With several turns, the completion is all messages after the prompt.
     """
     prompts, completions = (
         [value.tolist() if isinstance(value, torch.Tensor) else value for value in rows[name]]
@@ -385,7 +391,7 @@ def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any])
 
 
 def described(function: Callable[..., object]) -> dict[str, str]:
-    """Return a function's name, its file and the file's SHA-256, for run.json; no file for one made in a session."""
+    """Return a function's name, and its file and the file's SHA-256 if there is one, for run.json."""
     inner = inspect.unwrap(getattr(function, "func", function))
     found = {"name": unique_names([function])[0]}
     place = inner if hasattr(inner, "__code__") or inspect.isclass(inner) else type(inner)
@@ -399,7 +405,7 @@ def described(function: Callable[..., object]) -> dict[str, str]:
 
 
 def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
-    """Return a list of one value a row from whatever a function returned."""
+    """Return a function's result as a list; raise unless it has one value per row."""
     if isinstance(returned, torch.Tensor) or hasattr(returned, "tolist"):
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not hasattr(returned, "__iter__"):
@@ -412,7 +418,7 @@ def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
 
 
 def _as_number(value: object) -> Any:
-    """Return 0-d tensors and NumPy's numbers as Python's."""
+    """Return a 0-d tensor or NumPy number as a Python number, any other value unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
@@ -421,14 +427,14 @@ def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
     if not isinstance(value, numbers.Real):
         raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
     size: Any = abs(value)
-    if not size <= LARGEST:  # of float32, in which rewards are kept
+    if not size <= LARGEST:  # rewards are stored in float32
         found = f"found {value!s:.20} {where(index, rows)}"
         raise RewardError(f"reward function {name} must return finite numbers, {found}")
     return float(value)
 
 
 def where(index: int, rows: Rows) -> str:
-    """Return a completion or pair as errors name it: its index and its prompt, shortened."""
+    """Return the text that names a completion or pair in errors: its index and its shortened prompt."""
     prompts = rows.get("prompts")
     shown = "" if not prompts else f", prompt {_shortened(prompts[index])}"
     return f"({judged(rows).removesuffix('s')} {index}{shown})"
@@ -453,19 +459,19 @@ def unique_names(functions: Sequence[object]) -> list[str]:
 
 
 class OutOfTime(BaseException):
-    """Thrown into a function that is late. No `Exception`, so that a function's own handlers let it through."""
+    """The exception raised inside a late function; no `Exception`, so that `except Exception` does not catch it."""
 
 
 Result = TypeVar("Result")
 
 
 def time_limit(work: Callable[[], Result], seconds: float) -> Result:
-    """Return work(); raise OutOfTime after so many seconds.
+    """Return work(); raise OutOfTime after this many seconds.
 
-    In the main thread the alarm signal interrupts it: Python code (an endless loop), waiting (sleep, a socket), regular
-    expressions. Elsewhere `work` runs in a thread of its own, into which OutOfTime is thrown: that stops Python code, and
-    what waits in C is left behind. Neither stops C code that never looks up, such as one huge product of integers; a
-    function that runs foreign code belongs into a process of its own.
+    In the main thread the alarm signal interrupts Python code (an endless loop), waiting (sleep, a socket) and regular
+    expressions. Elsewhere `work` runs in a new thread, in which OutOfTime is raised. This stops Python code; a thread
+    that waits in C is abandoned. Neither stops C code that never checks for signals, such as one huge product of
+    integers. Run foreign code in a separate process.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         with _alarm(seconds):
@@ -480,16 +486,16 @@ def _alarm(seconds: float) -> Iterator[None]:
 
     start = time.monotonic()
     handler = signal.signal(signal.SIGALRM, late)
-    # again and again after the first: a bare `except:` may swallow one
+    # repeat after the first, because a bare `except:` may catch one
     before, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         try:
             yield
-        finally:  # an alarm that rings just here is raised here, and what follows is undisturbed
+        finally:  # an alarm during this line raises here, inside the outer try, which still restores the handler
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.signal(signal.SIGALRM, handler)
-        if before:  # somebody else's alarm goes on
+        if before:  # restart the alarm that was set before
             signal.setitimer(signal.ITIMER_REAL, max(before - (time.monotonic() - start), 1e-3), interval)
 
 

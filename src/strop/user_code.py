@@ -1,4 +1,4 @@
-"""Functions and classes by name: file.py:function, or package.module:function."""
+"""Loading of functions and classes by name: file.py:function, or package.module:function."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ from strop._contained import contained
 
 
 def load_function(name: str, what: str) -> Callable[..., object]:
-    """Return the function of a name such as file.py:function or package.module:function."""
+    """Return the function with a name such as file.py:function or package.module:function."""
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
         raise ValueError(f"{what} must be file.py:function or package.module:function, found {name!r}")
@@ -32,8 +32,8 @@ def load_function(name: str, what: str) -> Callable[..., object]:
 def _module_of_file(path: Path, what: str) -> ModuleType:
     """Import a file, which may import modules beside it, and return its module.
 
-    Its folder is the first to be looked in while the file is imported, as it is for `python file.py`, and the last
-    afterwards: imports within its functions still find what lies there, and nobody else's import is led astray.
+    The file's folder is first in sys.path during the import, as for `python file.py`, and last afterwards. Imports
+    inside its functions then still find modules there, without hiding modules from other code.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file for {what}: {path}")
@@ -67,7 +67,7 @@ def _module_named(name: str, what: str) -> ModuleType:
 
 
 def _failure(error: BaseException, folder: str | None = None) -> str:
-    """Return where and why an import failed; of its frames, those in the folder's own files come first."""
+    """Return where and why an import failed, preferring a line in the folder's own files."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
     frames = [frame for frame in frames if str(Path(frame[0]).resolve().parent) == folder] or frames
     file, line = frames[-1]

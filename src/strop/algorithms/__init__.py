@@ -1,1 +1,4 @@
-"""The algorithms, one small file each: `strop.algorithms.dpo.DPO` and so on. `strop.training.trainer.Trainer` is what they share."""
+"""The algorithms, one small file each: `strop.algorithms.dpo.DPO` and so on.
+
+They share `strop.training.trainer.Trainer`.
+"""

@@ -23,17 +23,18 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 
 
 class BestOfN:
-    """Sampling with a reward to choose by.
+    """Best-of-N sampling: the completion with the highest reward is chosen.
 
     best = BestOfN(model=model, reward_fn=reward_fn, n=8, max_new_tokens=128)
     sequences = best.generate(prompts)          # ids (B, P + T), or texts for texts
     best.rewards                                # (B,) of the chosen; best.all_rewards (B, n)
 
     model, device    as for the algorithms
-    environment, tools   of more than one turn; generate(rows) then returns what the model said last in the best
-                     conversation of each row, `conversations` are those; an environment's rewards need no reward_fn
+    environment, tools   for several turns. generate(rows) then returns the model's last reply in the best conversation
+                     of each row, and `conversations` holds these conversations; an environment's rewards need no
+                     reward_fn
     turns            a `TurnsConfig`, or a dict of its fields
-    seed             of the first call; every further call draws anew. None: from torch's generator
+    seed             seed of the first call; every further call draws anew. None: from torch's generator
     **sampling       fields of `Sampling`: max_new_tokens, temperature, top_k, top_p, stop_ids
     """
 
@@ -106,14 +107,14 @@ class BestOfN:
     def generate(
         self, prompts: Texts | Row, *, prompt_mask: Array | None = None, **columns: Any
     ) -> torch.Tensor | list[str]:
-        """The best completion of each prompt.
+        """Return the best completion of each prompt.
 
-        prompts   ids (B, P) or lists of ids: returns (B, P + T), the prompts as given (lists are padded on the left) and
-                  the completions, the pad id behind their end; texts, conversations or rows with a "prompt": returns the
+        prompts   ids (B, P) or lists of ids: returns (B, P + T), the prompts as given (lists are padded on the left)
+                  and the completions, followed by the pad id; texts, conversations or rows with a "prompt": returns the
                   completions' texts
-        columns   for reward functions, each with one entry a prompt
+        columns   columns for reward functions, with one entry per prompt
         """
-        if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:  # a tokenizer's output
             prompt_mask = prompts.get("attention_mask") if prompt_mask is None else prompt_mask
             prompts = prompts["input_ids"]
         seed = self._seed()
@@ -142,7 +143,7 @@ class BestOfN:
         return int(torch.randint(2**63 - 1 if self._seeds is None else 2**62, (), generator=self._seeds))
 
     def _sequences(self, prompts: Texts | Row, batch: list[Trajectory]) -> torch.Tensor:
-        """[B, P + T] the prompts as given and the chosen completions, padded."""
+        """Return [B, P + T], the prompts as given and the chosen completions, padded."""
         pad_id = self.policy.pad_id if self.pad_id is None else self.pad_id
         given = as_rows(prompts, "prompts") if isinstance(prompts, torch.Tensor) else [prompt.ids_T for prompt in batch]
         num_prompt, num_new = max(map(len, given)), max(map(len, self.completion_ids))

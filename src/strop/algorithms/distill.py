@@ -1,9 +1,9 @@
-"""Distill: a student learns a teacher's distribution, on what the student itself writes (GKD, arXiv 2306.13649).
+"""Distill: a student learns a teacher's distribution, on completions of its own (GKD, arXiv 2306.13649).
 
-A step: of each prompt the student samples a completion, or with the probability 1 − on_policy one of the dataset or the
-teacher is taken; the teacher reads them; one update on the mean over their tokens of
+A step: the student samples a completion of each prompt; with probability 1 − on_policy the completion of the dataset or
+of the teacher is taken instead. The teacher reads the completions. One update is made on the mean over their tokens of
 
-    reverse_kl   KL(student ‖ teacher)        forward_kl   KL(teacher ‖ student)        jsd   the one between them, by beta
+    reverse_kl   KL(student ‖ teacher)        forward_kl   KL(teacher ‖ student)        jsd   between the two, by beta
 
 over the whole vocabulary (`strop.ops.linear_divergence`), or of the reverse KL at the sampled token alone
 
@@ -37,7 +37,7 @@ from strop.training.run import Mean, Metrics, on_host
 
 
 class Distance(NamedTuple):
-    """The loss of a micro-batch as its share, and the divergence of its tokens, [n]."""
+    """The loss of a micro-batch as its share of the batch's, and the divergence of its tokens, [n]."""
 
     loss: torch.Tensor
     divergences_n: torch.Tensor
@@ -49,8 +49,8 @@ class Distill(OnPolicy):
     distill = Distill(model=student, teacher=teacher, learning_rate=1e-5, max_new_tokens=128)
     metrics = distill.train_step(prompts)          # or distill.train(dataset)
 
-    teacher   a model, a folder or a name, with the student's vocabulary, or for "sampled" the address of a server; it stays
-              as it is. The same as ref_model
+    teacher   a model, a folder or a name, with the student's vocabulary, or for "sampled" the address of a server. Its
+              weights do not change. Another name for ref_model
     """
 
     Config = DistillConfig
@@ -63,7 +63,7 @@ class Distill(OnPolicy):
 
     @classmethod
     def from_checkpoint(cls, path: Any, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
-        """As of every trainer; a teacher is one of the checkpoint unless it is given, and by a server always given."""
+        """Resume as every trainer does. The teacher is the checkpoint's unless given; one on a server must be given."""
         return super().from_checkpoint(path, model, arguments.pop("teacher", ref_model), **arguments)
 
     def setup(self, ref_model: Any) -> None:
@@ -90,7 +90,10 @@ class Distill(OnPolicy):
         self.reference = ServedTeacher(address, config.server)
 
     def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None) -> dict[str, float]:  # type: ignore[override]
-        """One step on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion."""
+        """Train on a batch of prompts, as `GRPO.train_step` takes them; rows may have a completion.
+
+        Return the metrics.
+        """
         return super().train_step(prompts, prompt_mask=prompt_mask)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
@@ -100,13 +103,13 @@ class Distill(OnPolicy):
             raise ValueError(f"{name}[{i}] must have a completion where on_policy is below 1, found none")
 
     def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
-        """Return the prompts, with the dataset's completions where they are needed."""
+        """Return the prompts, with the dataset's completions if off-policy rows use them."""
         if not self.config.from_dataset:
             return prompts
         return [self._with_completion(prompt, f"{name}[{i}]") for i, prompt in enumerate(prompts)]
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
-        """The divergence on completions as a step has them."""
+        """Return the mean divergence on completions made as in a training step."""
         trajectories: list[Trajectory] = []
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
@@ -121,7 +124,7 @@ class Distill(OnPolicy):
     # ---- a step ----
 
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
-        """Return a completion behind each prompt, the student's own or another, and how many are its own."""
+        """Return a completion of each prompt, the student's or another, and the student's share as a metric."""
         with self.phase("generate"):
             trajectories, num_own = self._mixed(prompts, addresses, self.state.step)
         return trajectories, {"distill/on_policy_fraction": Mean(num_own, len(trajectories))}
@@ -133,9 +136,9 @@ class Distill(OnPolicy):
         draw = [random.Random(self.seed_of(step, "mix", address)).random() for address in addresses]
         own = [i for i, share in enumerate(draw) if share < config.on_policy]
         others = [i for i, share in enumerate(draw) if share >= config.on_policy]
-        trajectories = list(prompts)  # with the dataset's completions, where they have them
+        trajectories = list(prompts)  # rows of `others` keep the dataset's completions, if they have any
         with self.autocast():
-            if config.on_policy > 0:  # in all processes, also in one that has no row: they may share a server
+            if config.on_policy > 0:  # in all processes, also in one without rows: they may share a server
                 places = [addresses[i] for i in own]
                 found = self.complete([prompts[i] for i in own], config.sampling, 1, self.seed_of(step), places)
                 self.samples = sample_table(reward_columns(found, self.policy.tokenizer))
@@ -162,7 +165,7 @@ class Distill(OnPolicy):
         return update | ({"distill/divergence": Mean(torch.stack(totals).sum(), here)} if totals else {})
 
     def loss_on(self, trajectories: Sequence[Trajectory], num_tokens: int) -> Distance:
-        """Return the loss of these trajectories, as their share of a batch with so many tokens."""
+        """Return the loss of these trajectories, as their share of a batch with num_tokens tokens."""
         weights = [1 / max(num_tokens, 1)] * len(trajectories)
         batch = TokenBatch.of(trajectories, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
         reference = self.reference.policy
@@ -176,11 +179,11 @@ class Distill(OnPolicy):
 
     @torch.no_grad()
     def _reference_states(self, reference: Policy, batch: TokenBatch) -> object:
-        """Return the teacher's hidden states and head, or where there are none its logits, on the student's device."""
+        """Return the teacher's hidden states and head, or its logits if it has none, on the student's device."""
         found: Any = reference.hidden(batch.to(reference.device))
         if found is None:
             return reference.logits(batch.to(reference.device)).to(batch.device)
-        if reference.shards is not None:  # outside of here they are not whole
+        if reference.shards is not None:  # the gathered weights are freed after this call, so copy them
             found = tuple(None if x is None else x.clone() for x in found)
         return tuple(None if x is None else x.detach().to(batch.device) for x in found)
 
@@ -201,7 +204,7 @@ class Distill(OnPolicy):
         return Distance((weights_n * found_n).sum(), found_n.detach())
 
     def _sampled(self, batch: TokenBatch, trajectories: Sequence[Trajectory]) -> Distance:
-        """A policy gradient, each token with its own advantage."""
+        """Return a policy-gradient loss in which each token has its own advantage."""
         temperature = self.config.sampling.temperature
         old_n = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
         batch.old_logps_n = on_device(old_n.to(self.policy.loss_dtype), batch.device)
@@ -211,7 +214,7 @@ class Distill(OnPolicy):
         return Distance(loss, -batch.advantages_n)
 
     def _with_completion(self, prompt: Trajectory, where: str) -> Trajectory:
-        """Return the prompt with the completion of its row."""
+        """Return the prompt with its row's completion."""
         completion = prompt.row.get("completion")
         if completion is None:
             raise ValueError(f"{where} must have a completion where on_policy is below 1, found none")
@@ -219,7 +222,7 @@ class Distill(OnPolicy):
         with row_named(where):
             shown_ids, found, counts = encode_row({**prompt.row, "prompt": shown}, self.policy.tokenizer)
         ids, read_T = torch.tensor(found).long(), prompt.ids_T
-        if shown_ids[-len(read_T) :] != read_T.tolist():  # a template that opens more for a model to go on from
+        if shown_ids[-len(read_T) :] != read_T.tolist():  # a template that adds more for a model to continue
             read_T = torch.tensor(shown_ids).long()
         if not len(ids):
             raise ValueError(f"{where}: the completion must have at least one token, found none")

@@ -1,9 +1,9 @@
-"""DPO: learn from pairs which of two completions is the better one (arXiv 2305.18290), and its relatives.
+"""DPO: learn from pairs in which one completion is better than the other (arXiv 2305.18290), and its relatives.
 
     loss = preference_loss(log π(chosen), log π(rejected), log π_ref(chosen), log π_ref(rejected))
 
-with the formulas of `strop.losses.preference_loss`. A completion's log-prob is the sum over its tokens up to its EOS; the
-prompt's tokens never count.
+with the formulas of `strop.losses.preference_loss`. A completion's log-prob is the sum over its tokens up to its EOS;
+the prompt's tokens never count.
 
 B pairs, 2B trajectories: the chosen completions, then the rejected ones.
 """
@@ -46,10 +46,10 @@ class DPO(Trainer):
     def train_step(
         self, prompt: Texts, chosen: Texts, rejected: Texts, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
-        """One training step on B pairs.
+        """Train on B pairs; return the metrics.
 
         prompt             token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
-        chosen, rejected   the same, (B, C) and (B, R); what comes after their first EOS is ignored
+        chosen, rejected   the same, (B, C) and (B, R); tokens after the first EOS are ignored
         prompt_mask        (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
         return self.run_step(lambda: self._step(self._pairs(prompt, chosen, rejected, prompt_mask)))
@@ -67,7 +67,9 @@ class DPO(Trainer):
         return self._evaluate(rows[mine.start : mine.stop], counts_of(rows))
 
     def _evaluate(self, own: list[Pair], counts: tuple[int, int]) -> Metrics:
-        """Of this process's pairs, as their share of a dataset with so many pairs and chosen tokens."""
+        """Return the metrics of this process's pairs, as their share of a dataset with these numbers of pairs and
+        chosen tokens.
+        """
         results = []
         for pairs in self.eval_batches(own, num_tokens_of(own)):
             with self.autocast():
@@ -85,9 +87,9 @@ class DPO(Trainer):
     def _learn(
         self, pairs: list[Pair], counts: tuple[int, int], ref_logps_P2: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """An update on this process's pairs of a batch with so many pairs and chosen tokens.
+        """Update on this process's pairs of a batch; `counts` are the batch's numbers of pairs and chosen tokens.
 
-        ref_logps_P2   of the pairs' (chosen, rejected), where the reference has scored them already
+        ref_logps_P2   the reference's log-probs of (chosen, rejected) of each pair; None computes them
         """
         batches = self._batches(pairs)
         if ref_logps_P2 is None:
@@ -103,13 +105,16 @@ class DPO(Trainer):
         return update | _metrics(update.parts)
 
     def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches: which of the pairs, and their 2B trajectories."""
+        """Return the micro-batches: indices of their pairs, and the batch of their trajectories."""
         parts = self.micro_batches(range(len(pairs)), num_tokens_of(pairs))
         return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
     def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor | None:
-        """[P, 2] of each pair's two completions, in the order of the pairs; None without a reference. The device is not
-        waited for."""
+        """Return [P, 2], the reference's log-probs of each pair's two completions, in the order of the pairs; None
+        without one.
+
+        The host does not wait for the device.
+        """
         if self.reference is None:
             return None
         with self.phase("score"), self.autocast():
@@ -118,7 +123,7 @@ class DPO(Trainer):
             return torch.cat(found)[on_device(order, found[0].device)] if found else torch.zeros(0, 2)
 
     def _loss(self, batch: TokenBatch, ref_logps_B2: torch.Tensor | None, counts: tuple[int, int]) -> PreferenceLoss:
-        """Of a part of a batch with so many pairs and chosen tokens: the parts' losses add up to the batch's."""
+        """Return the loss of a part of a batch with these counts. The losses of the parts add up to the batch's."""
         logps_B2 = _sums(self.policy.logps(batch), batch)
         lengths = on_device(torch.tensor(batch.num_loss_tokens_S).long(), batch.device).view(2, -1)
         refs = (None, None) if ref_logps_B2 is None else ref_logps_B2.unbind(1)
@@ -139,17 +144,17 @@ class DPO(Trainer):
 
 
 def _sums(logps_n: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[B, 2] log-probs of (chosen, rejected)."""
+    """Return [B, 2], the log-probs of (chosen, rejected)."""
     return batch.sums(logps_n).view(2, -1).T
 
 
 def counts_of(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Pairs, and tokens of chosen completions that count: what the losses of a batch are divided by."""
+    """Return the numbers of pairs and of chosen loss tokens. A batch's losses are divided by them."""
     return len(pairs), sum(chosen.num_loss_tokens for chosen, _ in pairs)
 
 
 def _metrics(results: Sequence[PreferenceLoss]) -> Metrics:
-    """Means over all pairs of the micro-batches, on the device."""
+    """Return means over all pairs of the micro-batches, on the device."""
     if not results:
         return {}
     chosen_B = widened(torch.cat([result.chosen_rewards for result in results]))

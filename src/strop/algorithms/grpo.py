@@ -1,7 +1,7 @@
 """GRPO: reinforcement learning from rewards compared within a group (arXiv 2402.03300), and its relatives.
 
-A step: sample group_size completions of each prompt; reward them; the advantage of a completion is its reward relative
-to its group; score them with the frozen reference; then one or several updates on
+A step: sample group_size completions of each prompt; reward them; compute each completion's advantage, its reward
+relative to its group; score them with the frozen reference; then make one or several updates on
 
     policy_loss(log π, log π_old, advantages) + kl_coef·KL(π ‖ π_ref)
 
@@ -32,8 +32,8 @@ class GRPO(PolicyGradient):
     metrics = grpo.train_step(prompts)          # or grpo.train(dataset)
 
     reward_fn     a function or several; see `strop.rewards`
-    environment   a class of `strop.environments` for more than one turn, whose rewards are added to reward_fn's
-    tools         functions the model may call, in place of an environment
+    environment   a class of `strop.environments` for several turns; its rewards are added to reward_fn's
+    tools         functions the model may call, instead of an environment
     """
 
     Config = GRPOConfig
@@ -49,7 +49,7 @@ class GRPO(PolicyGradient):
             raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
 
     def setup(self, ref_model: object) -> None:
-        if self.config.replay_routing and isinstance(self.policy.routers, str):  # asked before weights lie in shards
+        if self.config.replay_routing and isinstance(self.policy.routers, str):  # checked before weights are sharded
             name = type(unwrapped(self.policy.model)).__name__
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
@@ -57,7 +57,7 @@ class GRPO(PolicyGradient):
     def resample(
         self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
     ) -> Metrics:
-        """Replace groups whose rewards are all equal, as often as wanted; return how many these were at first."""
+        """Replace groups whose rewards are all equal, up to resample_rounds times; return their share before that."""
         size = self.config.group_size
         if not self.config.resample_rounds:
             return {}
@@ -65,7 +65,7 @@ class GRPO(PolicyGradient):
         metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
         for attempt in range(1, self.config.resample_rounds + 1):
             again = without_signal(trajectories, size).nonzero().flatten().tolist()
-            if not self.of_all(again):  # all processes go on while one has to: they may share a server
+            if not self.of_all(again):  # all processes continue while one has to: they may share a server
                 break
             new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
             self.reward(new)
@@ -74,7 +74,7 @@ class GRPO(PolicyGradient):
         return metrics
 
     def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
-        """Fill advantages_t, and importance_t with importance_cap."""
+        """Fill advantages_t; with importance_cap also importance_t."""
         config = self.config
         assert batch.rewards is not None
         lengths = [length for length, *_ in batch.ends[batch.first : batch.first + len(trajectories)]]
@@ -97,14 +97,14 @@ class GRPO(PolicyGradient):
         for trajectory, advantages_t in zip(trajectories, advantages_N.split(lengths), strict=True):
             trajectory.advantages_t = advantages_t
         if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
-            routers.counts.clear()  # of other forwards than the updates'
+            routers.counts.clear()  # drop the counts of other forwards than the updates'
         if config.importance_cap is not None:
             self._weigh_by_importance(trajectories, lengths, config.importance_cap)
 
     def _weigh_by_importance(
         self, trajectories: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]
     ) -> None:
-        """Fill importance_t: π_old/π_rollout, truncated to the bounds or masked outside of them."""
+        """Fill importance_t with π_old/π_rollout, truncated to the bounds or masked outside of them."""
         low, high = cap if isinstance(cap, (tuple, list)) else (0.0, cap)
         sampled_N, trained_N = sampled_and_trained(trajectories)
         ratios_N = (trained_N - sampled_N).exp()
@@ -115,7 +115,9 @@ class GRPO(PolicyGradient):
             trajectory.importance_t = importance_t
 
     def metrics_of(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Return the share of groups without signal, and with replay_routing how often routers would choose otherwise."""
+        """Return the share of groups without signal; with replay_routing also how often routers would choose other
+        experts.
+        """
         metrics = {"reward/zero_std_fraction": self._fraction_without_signal(trajectories)}
         if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
@@ -128,6 +130,6 @@ class GRPO(PolicyGradient):
 
 
 def without_signal(trajectories: Sequence[Trajectory], group_size: int) -> torch.Tensor:
-    """[P] whether all rewards of a group are equal, so that its advantages are 0."""
+    """Return [P] bool: True where all rewards of a group are equal, so that its advantages are 0."""
     groups_PG = torch.tensor([one.reward for one in trajectories]).view(-1, group_size)
     return (groups_PG == groups_PG[:, :1]).all(1)

@@ -3,8 +3,8 @@
     loss = unpaired_loss(log π(completion), log π_ref(completion), label, shift)
 
 with the formulas of `strop.losses.unpaired_loss`. KTO's shift is β·KL(π ‖ π_ref), estimated on mismatched pairs: each
-prompt of the batch with the completion of the row before it, the first with that of the last. A batch of one row has no
-such pair: its KL counts as 0.
+prompt of the batch with the completion of the row before it; the first prompt takes that of the last row. A batch of
+one row has no such pair: its KL counts as 0.
 
 B rows of a batch.
 """
@@ -34,8 +34,8 @@ class KTO(Trainer):
     kto = KTO(model=model, ref_model=ref, beta=0.1, learning_rate=1e-4)
     metrics = kto.train_step(prompt, completion, label)      # or kto.train(dataset)
 
-    A dataset's rows have a prompt, a completion and a label; a row of a pair becomes two, its chosen completion with the
-    label true and its rejected one with false. The label of a trajectory is in its `row`.
+    A dataset's rows have a prompt, a completion and a label. A row of a pair becomes two: its chosen completion with
+    the label true, and its rejected one with the label false. A trajectory's label is in its `row`.
     """
 
     Config = KTOConfig
@@ -49,7 +49,7 @@ class KTO(Trainer):
     def train_step(
         self, prompt: Texts, completion: Texts, label: object, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
-        """One training step on B completions with labels.
+        """Train on B completions with labels; return the metrics.
 
         prompt, completion   token ids (B, P) and (B, C), lists of ids, or with a tokenizer texts or conversations
         label                B booleans: True is desirable
@@ -117,13 +117,13 @@ class KTO(Trainer):
         self, trajectories: Sequence[Trajectory], mine: range, batches: Sequence[tuple[list[int], TokenBatch]],
         refs_B: torch.Tensor, learns: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """What rewards are compared with, 0-d, in all processes the same.
+        """Return the value that rewards are compared with, 0-d, equal in all processes.
 
-        trajectories      of the whole batch; `mine` are this process's, as are batches and refs_B
-        learns     these rows count for bco's mean
+        trajectories   the whole batch; `mine` are this process's, as are batches and refs_B
+        learns         True adds these rows to bco's mean
         """
         rule = self.config.loss
-        if rule.loss_type == "kto" and len(trajectories) > 1:  # of one row there is no other pair
+        if rule.loss_type == "kto" and len(trajectories) > 1:  # a single row has no mismatched pair
             mismatched = self._mismatched(trajectories)
             others = self._batches(mismatched[mine.start : mine.stop], self.eval_batches)
             ratios_B = self._scored(others, self.policy) - self._scored(others, self.reference)
@@ -136,7 +136,7 @@ class KTO(Trainer):
         return refs_B.new_zeros(())
 
     def _mismatched(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Each prompt with the completion of the trajectory before."""
+        """Return each prompt with the completion of the previous trajectory."""
         context = self.policy.max_length
         limit = context if self.config.max_length is None else self.config.max_length
         found = []
@@ -146,13 +146,13 @@ class KTO(Trainer):
         return found
 
     def _batches(self, trajectories: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches: which of the trajectories, and their tokens."""
+        """Return the micro-batches: indices of their trajectories, and their tokens."""
         parts = cut(range(len(trajectories)), [len(one) for one in trajectories])
         return [(part, TokenBatch.of([trajectories[i] for i in part], self.policy.device)) for part in parts]
 
     @torch.no_grad()
     def _scored(self, batches: Sequence[tuple[list[int], TokenBatch]], scorer: Any) -> torch.Tensor:
-        """[B] log-probs of the trajectories, in their order."""
+        """Return [B], the log-probs of the trajectories, in their order."""
         with self.autocast():
             found = [batch.sums(scorer.logps(batch)) for _, batch in batches]
         if not found:  # a process without rows
@@ -165,7 +165,10 @@ class KTO(Trainer):
         shift: torch.Tensor,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return the loss of these trajectories, this process's `part`, as their share of num_rows; their rewards and labels."""
+        """Return the loss of these trajectories as their share of num_rows, their rewards and their labels.
+
+        part   their indices among this process's trajectories
+        """
         labels = on_device(torch.tensor([one.row["label"] for one in trajectories]).bool(), batch.device)
         refs = refs_B[on_device(torch.tensor(part).long(), refs_B.device)]
         logps = batch.sums(self.policy.logps(batch))
@@ -178,8 +181,8 @@ class KTO(Trainer):
     def _trajectories(
         self, prompt: Texts, completion: Texts, label: Any, prompt_mask: Array | None
     ) -> list[Trajectory]:
-        """Return a trajectory for each row of what `train_step` is given."""
-        label = label.tolist() if hasattr(label, "tolist") else label  # of torch or NumPy
+        """Return a trajectory for each row of `train_step`'s arguments."""
+        label = label.tolist() if hasattr(label, "tolist") else label  # a tensor of torch or an array of NumPy
         if is_written(prompt, "prompt", prompt_mask):
             return self.prepare(as_dicts({"prompt": prompt, "completion": completion, "label": label}), "rows")
         padding, limits = self.policy.padding(self.config.pad_id), self._limits
@@ -194,7 +197,7 @@ class KTO(Trainer):
     def _trajectory(
         self, prompt: Ids, completion: Ids, label: object, where: str, limits: Limits, loss_mask: LossMask | None = None
     ) -> Trajectory:
-        """Return the completion behind its prompt, with its label; raise if there is nothing to learn or it does not fit."""
+        """Return the completion after its prompt, with its label. Raise if it has nothing to learn or does not fit."""
         label = as_label(label, where)
         for name, ids in (("the prompt", prompt), ("the completion", completion)):
             if not len(ids):
@@ -208,13 +211,13 @@ class KTO(Trainer):
 
 
 def _parted(trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The prompt, the completion, which begins with a token that counts, and which of the completion's count."""
+    """Return the prompt, the completion from its first loss token on, and the completion's loss mask."""
     start = int(trajectory.loss_mask_T.nonzero()[0])
     return trajectory.ids_T[:start], trajectory.ids_T[start:], trajectory.loss_mask_T[start:]
 
 
 def _metrics(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shift: torch.Tensor) -> Metrics:
-    """Means over the completions of each label, on the device; one that no completion has is left out."""
+    """Return means over the completions of each label, on the device; a label without completions is left out."""
     if not parts:
         return {"rewards/shift": shift}
     rewards_B, labels_B = widened(torch.cat([part[1] for part in parts])), torch.cat([part[2] for part in parts])

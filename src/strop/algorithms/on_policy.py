@@ -1,15 +1,15 @@
-"""What algorithms share that learn from what the policy writes: sample → score → reward → advantages → learn.
+"""The base of algorithms that learn from the policy's own completions: sample → score → reward → advantages → learn.
 
 A step makes trajectories of its prompts and fills their fields, in this order:
 
-    sample      ids_T, loss_mask_T, rollout_logps_t, finish, row        here, by servers, or in turns with an environment
-    score       old_logps_t, ref_logps_t                                on a GPU while the host goes on
+    sample      ids_T, loss_mask_T, rollout_logps_t, finish, row        here, by servers, or with an environment
+    score       old_logps_t, ref_logps_t                                on a GPU, while the host continues
     reward      rewards, reward
     advantages  advantages_t
     learn       weight; one or several updates
 
-`OnPolicy` has the step; an algorithm says what it adds. `PolicyGradient` has what GRPO and PPO do with a step's
-trajectories: old and reference log-probs, minibatches, and the loss of a `PolicyRule`.
+`OnPolicy` implements the step; algorithms override its parts. `PolicyGradient` is the base of GRPO and PPO: old and
+reference log-probs, minibatches, and the loss of a `PolicyRule`.
 
 B completions of the whole batch, of which this process may have a part; completions of a prompt are adjacent.
 """
@@ -38,7 +38,7 @@ from strop.training.trainer import Trainer, Update
 
 
 class WholeBatch(NamedTuple):
-    """What each process knows of the completions of all processes; its own begin at `first`."""
+    """Facts that each process needs about the completions of all processes; its own begin at `first`."""
 
     ends: list[End]
     rewards: Rewards | None
@@ -46,17 +46,17 @@ class WholeBatch(NamedTuple):
 
 
 class OnPolicy(Trainer):
-    """The base of algorithms that learn from what the policy writes.
+    """The base of algorithms that learn from the policy's own completions.
 
     reward_fn      a function or several; see `strop.rewards`
-    preference_fn  in place of rewards, for algorithms that compare pairs
-    environment    a class of `strop.environments` for more than one turn, whose rewards are added to reward_fn's
-    tools          functions the model may call, in place of an environment
+    preference_fn  a function that compares pairs, instead of rewards
+    environment    a class of `strop.environments` for several turns; its rewards are added to reward_fn's
+    tools          functions the model may call, instead of an environment
     """
 
     config: Any
     formats = ("prompt_only",)
-    first_attempt: ClassVar[tuple[int, ...]] = ()  # in the seed of a step's first rollout, behind the step
+    first_attempt: ClassVar[tuple[int, ...]] = ()  # appended to the step in the seed of its first rollout
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
@@ -79,7 +79,7 @@ class OnPolicy(Trainer):
 
     @property
     def num_samples(self) -> int:
-        """Completions of each prompt."""
+        """The number of completions per prompt."""
         return 1
 
     @property
@@ -91,7 +91,7 @@ class OnPolicy(Trainer):
     # ---- prompts ----
 
     def train_step(self, prompts: Texts, *, prompt_mask: Array | None = None, **columns: Any) -> dict[str, float]:
-        """One step on a batch of prompts: sampling, rewards, updates.
+        """Train on a batch of prompts (sampling, rewards, updates); return the metrics.
 
         prompts       ids (B, P), lists of ids, texts, conversations, or rows with a "prompt"
         prompt_mask   (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
@@ -122,7 +122,7 @@ class OnPolicy(Trainer):
         return self.checked(prompts, name)
 
     def checked(self, prompts: list[Trajectory], name: str) -> list[Trajectory]:
-        """Return the prompts as the algorithm wants them; raise for one that it cannot take."""
+        """Return the prompts in the form the algorithm needs. Raise for a prompt it cannot use."""
         return prompts
 
     # ---- a step ----
@@ -131,7 +131,7 @@ class OnPolicy(Trainer):
         return self.step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
 
     def step(self, prompts: list[Trajectory]) -> Metrics:
-        """Train on these prompts, of which this process takes its share; return the metrics."""
+        """Train on this process's share of the prompts; return the metrics."""
         mine = self.share(len(prompts))
         with self.sampler.ready():
             trajectories, metrics = self.sample(prompts[mine.start : mine.stop], mine)
@@ -144,21 +144,24 @@ class OnPolicy(Trainer):
         return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
-        """Return completions of the prompts, num_samples of each, and metrics. addresses: their places in the batch."""
+        """Return num_samples completions of each prompt, and metrics.
+
+        addresses: the prompts' positions in the batch.
+        """
         trajectories = self.draw(prompts, addresses)
         return trajectories, self.resample(trajectories, prompts, addresses)
 
     def resample(
         self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
     ) -> Metrics:
-        """Replace completions that teach nothing, and return metrics of that. Here: keep them all."""
+        """Replace completions without a learning signal; return metrics of that. By default all are kept."""
         return {}
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill old_logps_t, ref_logps_t or what else the algorithm's loss reads. The device is not waited for."""
+        """Fill old_logps_t, ref_logps_t or other fields that the loss reads. The host does not wait for the device."""
 
     def reward(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill `rewards` and `reward` of trajectories that have none, and `self.samples`."""
+        """Fill `rewards` and `reward` of trajectories without rewards, and `self.samples`."""
         if self.rewards is None:
             return
         with self.phase("reward"):
@@ -168,7 +171,7 @@ class OnPolicy(Trainer):
             self.samples = sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
 
     def whole_batch(self, trajectories: Sequence[Trajectory], first: int) -> WholeBatch:
-        """Return what all processes have to know of each other's completions."""
+        """Return the facts that all processes need about each other's completions."""
         rewards = None if self.rewards is None else Rewards.of(trajectories, self.rewards.names).over(self.world)
         return WholeBatch(self.of_all(ends_of(trajectories)), rewards, first)
 
@@ -180,13 +183,13 @@ class OnPolicy(Trainer):
         raise NotImplementedError(f"{self.name} has no learn")
 
     def metrics_of(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Return an algorithm's own metrics, after the updates."""
+        """Return the algorithm's own metrics, after the updates."""
         return {}
 
     # ---- sampling ----
 
     def draw(self, prompts: Sequence[Trajectory], addresses: Sequence[int], *attempt: int) -> list[Trajectory]:
-        """Return a step's rollout; and with max_staleness let servers begin the next step's."""
+        """Return a step's rollout. With max_staleness, servers also begin the next step's."""
         step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
         with self.phase("generate"), self.autocast():
             trajectories = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
@@ -211,13 +214,16 @@ class OnPolicy(Trainer):
         return trajectories
 
     def parts_of_all(self, num_rows: int, size: int) -> Iterator[range]:
-        """This process's rows of a dataset in parts, as many as in every other process: they may share a server."""
+        """Yield this process's rows of a dataset in parts.
+
+        Every process yields as many parts, since they may share a server.
+        """
         mine = self.share(num_rows)
         for start in range(mine.start, mine.start + -(-num_rows // self.world.size), size):
             yield range(start, max(start, min(start + size, mine.stop)))
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
-        """Rewards of greedy completions, one a prompt."""
+        """Return the rewards of greedy completions, one per prompt."""
         sampling = Sampling(
             max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
         )
@@ -241,7 +247,7 @@ class OnPolicy(Trainer):
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         own_share = [self.world.rank, self.world.size]
-        if values and values.pop("share", [0, 1]) == own_share:  # else begun anew: the prompts are others
+        if values and values.pop("share", [0, 1]) == own_share:  # other shares have other prompts
             self.sampler.load_state(tensors, values)
 
 
@@ -250,7 +256,7 @@ def _listed(tools: object) -> list[Any]:
 
 
 class PolicyMeter:
-    """Means over tokens, and extremes, of what `PolicyLoss.metrics` gives for micro-batches. Stays on the device."""
+    """Means over tokens, and extremes, of `PolicyLoss.metrics` of micro-batches. The values stay on the device."""
 
     NAMES: ClassVar = ("kl", "entropy", "clip_fraction", "ratio/mean")
 
@@ -259,7 +265,7 @@ class PolicyMeter:
         self._parts: list[tuple[dict[str, torch.Tensor], int, bool]] = []
 
     def add(self, metrics: dict[str, torch.Tensor], num_tokens: int, first: bool) -> None:
-        """Add a micro-batch's metrics. `first`: it is one of the first update, before any weight has changed."""
+        """Add a micro-batch's metrics. `first` is True in the first update, before any weight has changed."""
         if num_tokens:
             self._parts.append((metrics, num_tokens, first))
 
@@ -292,7 +298,7 @@ def _largest(parts: Parts) -> Largest:
 
 
 class PolicyGradient(OnPolicy):
-    """The base of GRPO and PPO: updates on log-prob ratios and advantages, by a `PolicyRule`."""
+    """The base of GRPO and PPO: updates on log-prob ratios and advantages, with a `PolicyRule`."""
 
     first_attempt = (0,)
 
@@ -311,7 +317,7 @@ class PolicyGradient(OnPolicy):
             warnings.warn("ref_model has no effect: kl_coef is 0", stacklevel=5)
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill old_logps_t and ref_logps_t, on the policy's device, which is not waited for."""
+        """Fill old_logps_t and ref_logps_t on the policy's device. The host does not wait for it."""
         with self.phase("score"), self.autocast(), torch.no_grad():
             recomputes, reference = self.recomputes, self.reference
             for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
@@ -328,18 +334,21 @@ class PolicyGradient(OnPolicy):
                     trajectory.old_logps_t = trajectory.rollout_logps_t
 
     def scoring_batches(self, trajectories: Sequence[Trajectory]) -> Iterator[tuple[list[Trajectory], TokenBatch]]:
-        """Micro-batches and their tokens. Without activations to keep they may be larger than an update's."""
+        """Yield micro-batches and their tokens.
+
+        They may be larger than an update's, since no activations are stored.
+        """
         scorers = [self.policy, *([] if self.reference is None else [self.reference.policy])]
         lean = all(scorer.scores_leanly for scorer in scorers)
         for part in self.micro_batches(trajectories, [len(one) for one in trajectories], lean=lean):
             yield part, TokenBatch.of(part, self.policy.device)
 
     def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
-        """Update the weights once for each minibatch; return the means of what the updates measured."""
+        """Update the weights once per minibatch; return the means of the updates' metrics."""
         meter, num_tokens_B = PolicyMeter(self.sum_dtype), self.loss_tokens(batch)
         updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
-            # of this process, and none that counts for nothing
+            # this process's trajectories, without those that have no loss tokens
             here = [(i - batch.first, num_tokens_B[i]) for i in chosen]
             own = [trajectories[i] for i, counts in here if counts and 0 <= i < len(trajectories)]
             self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
@@ -361,19 +370,22 @@ class PolicyGradient(OnPolicy):
         }
 
     def _has_signal(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether the first update on these must have a gradient: an advantage counts, and no ratio is clipped."""
+        """Return whether the first update must have a gradient: an advantage is not 0, and no ratio is clipped."""
         fresh = self.recomputes or not self.config.server.max_staleness
         rows = [one.advantages_t for one in trajectories if one.advantages_t is not None and one.importance_t is None]
         found = fresh and bool(joined(rows).any())
         return found if self.world.size == 1 else self.world.any(found)
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
-        """[B] how many tokens of each completion are trained on: none of a truncated one, if those are masked."""
+        """Return [B], the number of loss tokens of each completion; 0 for truncated ones if those are masked."""
         masks = self.config.mask_truncated
         return [length if why in ENDED or not masks else 0 for length, why, _ in batch.ends]
 
     def minibatches(self, num_completions: int) -> Iterator[list[int]]:
-        """Indices of the completions of each update. The order is drawn from the run's seed, the step and the pass."""
+        """Yield the indices of the completions of each update.
+
+        Their order is drawn from the run's seed, the step and the epoch.
+        """
         size = self.config.minibatch_size or num_completions
         for epoch in range(self.config.inner_epochs):
             order = list(range(num_completions))
@@ -383,7 +395,7 @@ class PolicyGradient(OnPolicy):
                 yield order[start : start + size]
 
     def weigh(self, trajectories: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
-        """Fill `weight`: the share of each token in the loss of an update on so many tokens and sequences in all."""
+        """Fill `weight`, the share of each token in an update on num_tokens tokens and num_sequences sequences."""
         for trajectory in trajectories:
             trajectory.weight = self.rule.weight(trajectory.num_loss_tokens, num_tokens, num_sequences)
 
@@ -392,7 +404,7 @@ class PolicyGradient(OnPolicy):
         return self.policy.loss(self.batch_of(trajectories), self.rule, temperature=self.config.sampling.temperature)
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Return the batch of an update, with all that the loss reads."""
+        """Return the batch of an update, with all fields that the loss reads."""
         batch = TokenBatch.of(
             trajectories, self.policy.device, dtype=self.policy.loss_dtype,
             weights=[one.weight for one in trajectories],
@@ -401,14 +413,14 @@ class PolicyGradient(OnPolicy):
         if batch.importance_n is not None:
             assert batch.old_logps_n is not None
             assert batch.advantages_n is not None
-            if self.rule.loss_type == "vespo":  # it goes into the product of the sequence's ratios
+            if self.rule.loss_type == "vespo":  # vespo: the weight is a factor of the sequence's product of ratios
                 batch.old_logps_n = batch.old_logps_n - batch.importance_n.clamp(min=1e-8).log()
-            else:  # the policy's term is linear in the advantage; KL and entropy have none
+            else:  # the policy's term is linear in the advantage; KL and entropy do not contain it
                 batch.advantages_n = batch.advantages_n * batch.importance_n
         return batch
 
     def _mismatch(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """How far the log-probs of sampling are from those of training with the same weights; 0 if they are the same."""
+        """Return the distance between log-probs in sampling and in training with the same weights; 0 if equal."""
         sampled_N, trained_N = sampled_and_trained(trajectories)
         if not len(sampled_N):
             return {}
@@ -424,14 +436,14 @@ class PolicyGradient(OnPolicy):
 
 
 def sampled_and_trained(trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] and [N] log-probs of every token, of sampling and of the training forward with the same weights."""
+    """Return two [N]: every token's log-prob in sampling, and in the training forward with the same weights."""
     trained_N = joined([one.old_logps_t for one in trajectories if one.old_logps_t is not None])
     sampled_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
     return on_device(sampled_N, trained_N.device).to(trained_N.dtype), trained_N
 
 
 def check_rewarded(name: str, arguments: Mapping[str, object], needed: str, *given: object) -> None:
-    """Raise where a trainer is given nothing to reward completions by, or gets it under the name TRL has for it."""
+    """Raise if a trainer is given no rewards, or is given them under TRL's name for the argument."""
     for argument in arguments.keys() & {"reward_funcs", "environment_factory"}:
         raise ValueError(f"{argument!r} is no option of {name}; {_trl.hint(argument)}")
     if all(one is None for one in given):

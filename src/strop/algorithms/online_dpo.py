@@ -1,4 +1,4 @@
-"""Online DPO (arXiv 2402.04792): sample two completions of each prompt, ask which is better, learn from the pair with DPO."""
+"""Online DPO (arXiv 2402.04792): sample two completions of each prompt, judge them, learn from the pair with DPO."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,11 +24,12 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     online = OnlineDPO(model=model, preference_fn=preference_fn, beta=0.1, max_new_tokens=64)
     metrics = online.train_step(prompts)        # or online.train(dataset)
 
-    preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 if a is better, 1 if b is; by its
-                    parameter names it may ask for prompts and the dataset's columns: preference_fn(pairs, answer); or
-    reward_fn       a reward function or several: the higher reward is the better, and a tie teaches nothing
-    environment, tools   as of GRPO; an environment's rewards are added to reward_fn's, or take its place. preference_fn
-                    then gets pairs of last replies, and as `conversations`, `replies` and `environments` pairs too
+    preference_fn   takes pairs (a, b), texts or id tensors, and returns 0 if a is better, 1 if b is. Further parameters
+                    are filled with prompts or columns of the dataset by name: preference_fn(pairs, answer)
+    reward_fn       instead of preference_fn: a reward function or several. The higher reward is better; a tie teaches
+                    nothing
+    environment, tools   as in GRPO; an environment's rewards are added to reward_fn's, or replace them. preference_fn
+                    then gets pairs of last replies; `conversations`, `replies` and `environments` are pairs too
     """
 
     Config = OnlineDPOConfig
@@ -62,7 +63,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         return prompts
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
-        """DPO's metrics, on pairs sampled from the policy as it is."""
+        """Return DPO's metrics on pairs sampled from the present policy."""
         trajectories: list[Trajectory] = []
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
@@ -71,7 +72,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
                     trajectories += self.complete([rows[i] for i in part], *how, part)
         samples = self.samples
         self.reward(trajectories)
-        self.samples = samples  # of the last step
+        self.samples = samples  # keep the samples of the last step
         batch, pairs = self.whole_batch(trajectories, 0), _ordered(self.cut(trajectories))
         metrics = {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories)
@@ -81,7 +82,10 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     # ---- a step ----
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill ref_logps_t, also of pairs that will tie: on a GPU while the host judges. The device is not waited for."""
+        """Fill ref_logps_t of all pairs, also of later ties, on a GPU while the host judges.
+
+        The host does not wait for it.
+        """
         if self.reference is None:
             return
         pairs = list(zip(trajectories[::2], trajectories[1::2], strict=True))
@@ -93,7 +97,10 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
                     trajectory.ref_logps_t = logps_t
 
     def reward(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill `reward`, 1 for what preference_fn prefers, or as reward functions say; and `self.samples`."""
+        """Fill `reward` and `self.samples`.
+
+        With preference_fn the reward of the preferred completion is 1, of the other 0.
+        """
         if self.preference is None:
             super().reward(trajectories)
             return
@@ -114,19 +121,19 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""
         pairs = _ordered(self.cut(trajectories))
         metrics, counts = _ties(pairs, trajectories), self._counts_of_all(pairs)
-        if not counts[0]:  # every pair a tie: nothing to learn from
+        if not counts[0]:  # all pairs tie: nothing to learn
             return metrics | {"loss": 0.0}
         return metrics | self._learn(pairs, counts, None if self.reference is None else _ref_sums(pairs))
 
     def cut(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories as they are learned from: cut where max_length is, but for conversations."""
+        """Return the trajectories to learn from, cut at max_length. Conversations are not cut."""
         most = None if self.player is not None else self.config.max_length
         if most is None:
             return list(trajectories)
         return [one if len(one) <= most else _first_tokens(one, most) for one in trajectories]
 
     def _counts_of_all(self, pairs: list[Pair]) -> tuple[int, int]:
-        """Pairs and chosen tokens of all processes."""
+        """Return the numbers of pairs and of chosen tokens of all processes."""
         num_pairs, num_tokens = (int(self.world.total(count)) for count in counts_of(pairs))
         return num_pairs, num_tokens
 
@@ -136,13 +143,13 @@ def _first_tokens(whole: Trajectory, most: int) -> Trajectory:
 
 
 def _ordered(trajectories: Sequence[Trajectory]) -> list[Pair]:
-    """Return (chosen, rejected) of each two that are not equally good."""
+    """Return (chosen, rejected) of each pair with different rewards."""
     pairs = zip(trajectories[::2], trajectories[1::2], strict=True)
     return [(a, b) if a.reward > b.reward else (b, a) for a, b in pairs if a.reward != b.reward]
 
 
 def _ref_sums(pairs: Sequence[Pair]) -> torch.Tensor:
-    """[P, 2] the reference's log-probs of each pair's completions."""
+    """Return [P, 2], the reference's log-probs of each pair's completions."""
     rows = [one.ref_logps_t for pair in pairs for one in pair if one.ref_logps_t is not None]
     logps_n = joined(rows)
     index_n = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))

@@ -1,8 +1,8 @@
 """PPO: reinforcement learning with a critic (arXiv 1707.06347), for language models as in arXiv 2203.02155.
 
-A step: sample completions; reward them; the reward of a token is −kl_coef·(log π_old − log π_ref), and that of the last
-token also the completion's reward; the critic's values give advantages by generalised advantage estimation and returns
-= advantages + values; then several updates on
+A step: sample completions and reward them. The reward of a token is −kl_coef·(log π_old − log π_ref); the last token
+also gets the completion's reward. The critic's values give advantages by generalised advantage estimation;
+returns = advantages + values. Then several updates are made on
 
     policy_loss(log π, log π_old, advantages) + value_coef·½·max((V − R)², (V_clipped − R)²)
 
@@ -58,7 +58,7 @@ class PPO(PolicyGradient):
         self.world.make_same(self.critic.module)
         self.critic_optim = replace(self.config.optim, learning_rate=self.config.critic_learning_rate)
         self.critic_optimizer = make_optimizer(self.critic.module, self.critic_optim)
-        self._value_losses: list[torch.Tensor] = []  # of the micro-batches of the step
+        self._value_losses: list[torch.Tensor] = []  # of the step's micro-batches
 
     # ---- a step ----
 
@@ -75,7 +75,7 @@ class PPO(PolicyGradient):
         return self.critic.values(batch, self._head(batch))
 
     def _head(self, batch: TokenBatch) -> Any:
-        """The policy's hidden states, where the critic reads them."""
+        """Return the policy's hidden states if the critic reads them, else None."""
         return self.policy.hidden(batch) if self.critic.scorer is None else None
 
     def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
@@ -93,7 +93,7 @@ class PPO(PolicyGradient):
         mask_BT = torch.arange(values_BT.shape[1]) < torch.tensor(lengths).long()[:, None]
         advantages_BT = compute_gae(rewards_BT, values_BT, gamma=config.gamma, lam=config.lam, mask=mask_BT)
         returns_BT = advantages_BT + values_BT
-        if config.whiten:  # by mean and std over the tokens of all processes
+        if config.whiten:  # by mean and standard deviation over the tokens of all processes
             num_tokens_B = self.loss_tokens(batch)
             own_B = torch.tensor(num_tokens_B[batch.first : batch.first + len(trajectories)]).bool()
             counted_N = advantages_BT[mask_BT & own_B[:, None]]
@@ -114,7 +114,9 @@ class PPO(PolicyGradient):
         return metrics | {"value/loss": Sum(torch.stack(losses).sum(dtype=self.sum_dtype) / num_updates)}
 
     def _value_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Before the updates: the mean value, and the share of the returns' variance that the values explain."""
+        """Return metrics before the updates: the mean value, and the share of the returns' variance that the values
+        explain.
+        """
         values = [value for one in trajectories if one.values_t is not None for value in one.values_t.tolist()]
         returns = [value for one in trajectories if one.returns_t is not None for value in one.returns_t.tolist()]
         pairs_N2 = torch.tensor(self.of_all(list(zip(values, returns, strict=True))), dtype=torch.float64)
@@ -124,7 +126,7 @@ class PPO(PolicyGradient):
         return {"value/mean": values_N.mean().item(), "value/explained_variance": explained}
 
     def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
-        """Return the loss of these trajectories, each token with its weight, with the critic's."""
+        """Return the loss of policy and critic on these trajectories, each token with its weight."""
         return self.policy.reading(functools.partial(self._loss_on, trajectories))
 
     def _loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
@@ -146,7 +148,7 @@ class PPO(PolicyGradient):
         return PolicyLoss(loss, result.policy_loss, result.kl, lambda: result.metrics)
 
     def update(self, losses: Any, **options: Any) -> Update:
-        """The policy's, and then the critic's, whose gradients the same backward made."""
+        """Update the policy, then the critic. One backward made the gradients of both."""
         self.critic_optimizer.zero_grad(set_to_none=True)
         update = super().update(losses, **options)
         with self.phase("update"):
@@ -194,7 +196,7 @@ class PPO(PolicyGradient):
 
 
 def _padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """[B, T] float64 on the host."""
+    """Return [B, T] float64 on the host, padded with zeros."""
     if not rows:  # a process without completions
         return torch.zeros(0, 0, dtype=torch.float64)
     return pad_sequence([row.detach().cpu().double() for row in rows if row is not None], batch_first=True)

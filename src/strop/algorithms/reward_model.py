@@ -1,9 +1,9 @@
-"""RewardModel: a number for a completion, learned from pairs (Bradley and Terry 1952; arXiv 2203.02155).
+"""RewardModel: learns from pairs to give a completion a score (Bradley and Terry 1952; arXiv 2203.02155).
 
     loss = −log σ(r(chosen) − r(rejected) − margin) + center_coef·(r(chosen) + r(rejected))²
 
-the mean over pairs. The model is a sequence classifier of transformers with one label, before and after; r is its number for
-prompt and completion, EOS included. `ModelReward` makes a reward function of one.
+averaged over pairs. The model is a transformers sequence classifier with one label, before and after training; r is
+its output for prompt and completion, EOS included. `ModelReward` makes a reward function of it.
 
 B pairs, 2B trajectories: the chosen ones, then the rejected ones.
 """
@@ -28,7 +28,7 @@ from strop.models.scorer import Scorer, as_scorer
 from strop.training.run import Metrics, Sum, on_host
 from strop.training.trainer import Trainer
 
-NUM_BINS = 10  # of the calibration error
+NUM_BINS = 10  # bins of the calibration error
 
 
 class PairScores(NamedTuple):
@@ -40,7 +40,7 @@ class PairScores(NamedTuple):
 
 
 class RewardModel(Trainer):
-    """A reward model from pairs.
+    """A reward model learned from pairs.
 
     reward = RewardModel(model="Qwen/Qwen2.5-0.5B", learning_rate=1e-5)     # or a …ForSequenceClassification
     metrics = reward.train_step(prompt, chosen, rejected)                   # or reward.train(dataset)
@@ -56,11 +56,11 @@ class RewardModel(Trainer):
     def train_step(
         self, prompt: Texts, chosen: Texts, rejected: Texts, margin: object = None, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
-        """One training step on B pairs.
+        """Train on B pairs; return the metrics.
 
         prompt             token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
-        chosen, rejected   the same, (B, C) and (B, R); what comes after their first EOS is ignored
-        margin             by how much each chosen one is to be better at least: B numbers; None, for all or in one, is 0
+        chosen, rejected   the same, (B, C) and (B, R); tokens after the first EOS are ignored
+        margin             the wanted least difference of each pair's rewards: B numbers; None, for all or for one, is 0
         prompt_mask        (B, P), 0 at padding; without it the pad id at both ends of a prompt is padding
         """
         padding = self.policy.padding(self.config.pad_id)
@@ -80,7 +80,7 @@ class RewardModel(Trainer):
                 as_margin(row.get("margin"), f"{name}[{i}]")
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Pair]:
-        """Return a pair of trajectories for each row; its margin, an optional column, is in the chosen one's `row`."""
+        """Return a pair of trajectories for each row. The margin, an optional column, is in the chosen one's `row`."""
         self.check_columns(rows, name)
         pairs = pairs_of_rows(rows, self.tokenizer, self._limits, name)
         for i, (pair, row) in enumerate(zip(pairs, rows, strict=True)):
@@ -102,7 +102,10 @@ class RewardModel(Trainer):
         return metrics | {"preference/calibration_error": error}
 
     def reward_fn(self) -> "ModelReward":
-        """The model as it is now, for GRPO and others: it is not copied, so train one of the two at a time."""
+        """Return the present model as a reward function for GRPO and others.
+
+        It is not copied: train one of the two at a time.
+        """
         return ModelReward(self.policy)
 
     # ---- inside ----
@@ -122,7 +125,7 @@ class RewardModel(Trainer):
     def _pair_scores(self, pairs: Sequence[Pair], num_pairs: int) -> PairScores:
         trajectories = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
         batch = TokenBatch.of(trajectories, self.policy.device)
-        scores_2B = self.policy.scores(batch)[: len(trajectories)]  # of none: none
+        scores_2B = self.policy.scores(batch)[: len(trajectories)]  # an empty batch has no scores
         chosen_B, rejected_B = scores_2B.view(2, -1)
         margin_B = on_device(
             torch.tensor([chosen.row["margin"] for chosen, _ in pairs], dtype=chosen_B.dtype), chosen_B.device
@@ -133,7 +136,7 @@ class RewardModel(Trainer):
         return PairScores(losses_B.sum() / num_pairs, chosen_B.detach(), rejected_B.detach())
 
     def _metrics(self, results: Sequence[PairScores]) -> Metrics:
-        """Over all pairs of the micro-batches. The std takes the mean of all processes, so the rewards go to the host."""
+        """Return metrics over all pairs. The std needs the mean over all processes, so the rewards go to the host."""
         pairs = [pair for r in results for pair in zip(r.chosen_B.tolist(), r.rejected_B.tolist(), strict=True)]
         pairs_B2 = torch.tensor(self.of_all(pairs), dtype=torch.float64)
         chosen_B, rejected_B = pairs_B2.unbind(1)
@@ -146,14 +149,14 @@ class RewardModel(Trainer):
 
 
 class ModelReward:
-    """A reward function: the model's number for each prompt with its completion. Batched, on the model's device, frozen.
+    """A reward function: the frozen model's score of each prompt with its completion. Batched, on the model's device.
 
     reward_fn = ModelReward("runs/reward/final")
 
     model        a folder, a name, a …ForSequenceClassification or a `Scorer`
-    tokenizer    its own, where it has none; texts and conversations are encoded by it and its chat template, whatever
-                 tokenizer the policy has. Without one, prompts and completions are ids
-    num_tokens   at most so many in one forward
+    tokenizer    a tokenizer if the model has none. Texts and conversations are encoded by it and its chat template,
+                 whatever tokenizer the policy has. Without one, prompts and completions are ids
+    num_tokens   maximum number of tokens in one forward
     """
 
     __name__ = "reward_model"
@@ -184,7 +187,10 @@ class ModelReward:
         return [found[i] for i in range(len(trajectories))]
 
     def _trajectory(self, prompt: object, completion: object) -> Trajectory:
-        """Cut from the left where it is longer than the model reads: its end is what is judged."""
+        """Return prompt and completion as a trajectory.
+
+        If the model cannot read it all, its beginning is cut: the end is judged.
+        """
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         if is_conversation(prompt) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -194,14 +200,14 @@ class ModelReward:
 
 
 def as_margin(margin: Any, where: str) -> float:
-    """Return by how much the chosen completion is to be better at least; None is 0."""
+    """Return the wanted least difference of a pair's rewards as a float; None is 0."""
     margin = 0.0 if margin is None else margin
     check_number(margin, f"{where}: margin")
     return float(margin)
 
 
 def calibration_error(margins_B: torch.Tensor) -> float:
-    """How far confidence and accuracy are apart: of pairs in bins of σ(|margin|), Σ share·|accuracy − mean confidence|."""
+    """Return Σ share·|accuracy − mean confidence| over bins of the confidence σ(|margin|)."""
     confidence_B, right_B = margins_B.abs().sigmoid(), (margins_B > 0).double()
     bin_B = ((confidence_B - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     apart = torch.zeros(NUM_BINS, dtype=torch.float64, device=margins_B.device)

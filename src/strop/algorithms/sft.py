@@ -1,7 +1,7 @@
-"""SFT: imitate given completions. loss = −(1/N) Σ log π(token), over the N tokens of the batch that count.
+"""SFT: imitate given completions. loss = −(1/N) Σ log π(token), over the N loss tokens of the batch.
 
-Of rows with a prompt and a completion the completion counts; of conversations the assistant's turns; of whole texts
-everything but the first token.
+Loss tokens are the completion in rows with a prompt and a completion, the assistant's turns in conversations, and all
+tokens but the first in whole texts.
 """
 
 import functools
@@ -35,7 +35,7 @@ class SFT(Trainer):
     def train_step(
         self, prompt: Texts, completion: Texts | None = None, *, prompt_mask: Array | None = None
     ) -> dict[str, float]:
-        """One training step.
+        """Train on a batch; return the metrics.
 
         prompt        token ids (B, P), lists of ids of unequal lengths, or with a tokenizer texts or conversations
         completion    the same, (B, C), up to the first EOS; None trains on whole texts, given as prompt
@@ -76,7 +76,7 @@ class SFT(Trainer):
         return update | {"completion/length": num_tokens / len(trajectories)}
 
     def _batch(self, trajectories: Sequence[Trajectory], num_tokens: int) -> TokenBatch:
-        """Return a part of a batch that trains on so many tokens: the losses of its parts add up, however it is cut."""
+        """Return a part of a batch with num_tokens loss tokens. The losses of the parts add up to the batch's."""
         weights = [NLL().weight(one.num_loss_tokens, num_tokens, 0) for one in trajectories]
         return TokenBatch.of(trajectories, self.policy.device, weights=weights, dtype=self.policy.loss_dtype)
 
@@ -85,7 +85,7 @@ class SFT(Trainer):
         return Limits(self.policy.check_ids, self.policy.max_length, self.config.max_length)
 
     def _trajectories(self, prompt: Texts, completion: Texts | None, prompt_mask: Array | None) -> list[Trajectory]:
-        """Return a trajectory for each row of what `train_step` is given."""
+        """Return a trajectory for each row of `train_step`'s arguments."""
         if is_written(prompt, "prompt", prompt_mask):
             alone = "messages" if is_conversation(prompt[0]) else "text"
             columns = {alone: prompt} if completion is None else {"prompt": prompt, "completion": completion}
@@ -101,7 +101,7 @@ class SFT(Trainer):
     def _trajectory(
         self, prompt: Ids, completion: Ids, where: str, limits: Limits, loss_mask: LossMask | None = None
     ) -> Trajectory:
-        """Return the completion behind its prompt; raise if there is nothing to learn or it does not fit."""
+        """Return the completion after its prompt. Raise if it has nothing to learn or does not fit."""
         if len(completion) <= (len(prompt) == 0):  # nothing predicts the first token of a text
             wanted = (
                 "the completion must have at least one token" if len(prompt) else "a text must have at least two tokens"

@@ -52,7 +52,7 @@ def _options(
 
 
 def _escaped(error: UnicodeError) -> tuple[bytes, int]:
-    """Escape (\\xd7) a character that the terminal's encoding lacks; the bytes of a file's name stay as they are."""
+    """Return a character that the terminal's encoding lacks as an escape (\\xd7); raw bytes of a file name stay unchanged."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return b"".join(
@@ -61,7 +61,7 @@ def _escaped(error: UnicodeError) -> tuple[bytes, int]:
 
 
 def _print_error(text: str) -> None:
-    """Print an error, which may quote a row or a reward. Bytes of a file's name stay as they are."""
+    """Print an error with unprintable characters escaped, since it may quote a row. Raw bytes of a file name stay."""
     print("".join(c if "\udc80" <= c <= "\udcff" else printable(c) for c in text), file=sys.stderr)
 
 
@@ -71,7 +71,7 @@ def _show(error: Exception) -> None:
 
 
 def _show_usage_error(error: Any) -> None:
-    if "help" in type(error).__name__.lower():  # no arguments at all: the help itself
+    if "help" in type(error).__name__.lower():  # no arguments: the error is the help text
         error.show()
     else:
         path = getattr(getattr(error, "ctx", None), "command_path", "strop")
@@ -79,7 +79,7 @@ def _show_usage_error(error: Any) -> None:
 
 
 def _hint_for_trl(error: Exception, path: str) -> str | None:
-    """Return what strop calls the option if the flag is TRL's name for it; None for other flags."""
+    """Return strop's name of the option if the flag is TRL's name for it; None for other flags."""
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:
         return None
@@ -97,7 +97,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="strop-escaped")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and datasets are for terminals
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of transformers and datasets only on terminals
     if not debug:
         warnings.formatwarning = lambda message, *_, **__: f"strop: warning: {printable(str(message))}\n"
     try:
@@ -108,7 +108,7 @@ def main() -> None:
         process_failures.report_first(lambda: print("strop: interrupted", file=sys.stderr))
         sys.exit(130)
     except Exception as error:
-        is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # typer's: of the command line
+        is_usage = hasattr(error, "format_message") and hasattr(error, "exit_code")  # a usage error of typer
         if debug and not is_usage:
             raise
         process_failures.report_first(functools.partial(_show_usage_error if is_usage else _show, error))
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def _called(arguments: list[str]) -> int | None:
-    """Return the command's exit code. Code of the user's that ends the program does not end it in silence."""
+    """Return the command's exit code. If user code calls exit, raise an ExitError instead of ending silently."""
     try:
         return app(args=arguments, prog_name="strop", standalone_mode=False)
     except SystemExit as error:
@@ -127,7 +127,7 @@ def _called(arguments: list[str]) -> int | None:
 
 
 def _join_others(debug: bool) -> None:
-    """Connect with the processes that torchrun started, so that one of them speaks for all from now on."""
+    """Connect with the processes that torchrun started. From then on only the first one prints."""
     from strop.distributed import world
 
     if not world().is_first and not debug:

@@ -1,4 +1,4 @@
-"""`strop data check SOURCE`: what the rows are, how a model sees three of them, and which are bad."""
+"""`strop data check SOURCE`: show the rows' format, how a model sees three rows, and which rows are bad."""
 
 import contextlib
 import re
@@ -29,14 +29,14 @@ TAKEN_BY = {
     "prompt_only": PROMPTED,
 }
 MOST_TOLD, MOST_CHARACTERS = 20, 1500  # lines about bad rows, characters of a row
-EMPTY = ("prompt", "completion", "chosen", "rejected", "text")  # such a text is no error, but is rarely meant
+EMPTY = ("prompt", "completion", "chosen", "rejected", "text")  # an empty text here is no error, but is rarely intended
 NUMBERED = re.compile(r"\b(?:row|line) \d+")
-Spans = list[tuple[bool, list[int]]]  # whether they count, ids
+Spans = list[tuple[bool, list[int]]]  # (in the loss or not, ids)
 
 
 @app.callback()
 def _app() -> None:
-    """Without this typer would make `check` the command itself."""
+    """Do nothing. Without this callback typer would make `check` the command itself."""
 
 
 def check(
@@ -75,7 +75,7 @@ app.command("check")(with_options(check, job_options("map", "template", "chat"))
 
 
 def _read(source: str, job: JobConfig) -> Iterator[tuple[str, Json | ValueError]]:
-    """Yield every row, with its line or number: read and shaped, or why it cannot be."""
+    """Yield the line or number of every row with the shaped row, or with the error of reading it."""
     from strop.data.files import checked_lines
     from strop.data.formats import is_sharegpt, read_rows, sharegpt_messages
 
@@ -96,11 +96,11 @@ def _read(source: str, job: JobConfig) -> Iterator[tuple[str, Json | ValueError]
 
 
 class Findings:
-    """What is found of rows that are read once and forgotten.
+    """The facts about rows that are read once and not stored.
 
-    places    by what is no error but hardly meant: the rows that have it
-    lengths   tokens of every line that a row becomes: all, and those that count
-    shown     the first rows, each with its lines of tokens where there is a tokenizer
+    places    oddity (probably a mistake, but no error) → the rows that have it
+    lengths   for every sequence made from a row: its number of tokens, and how many of them are in the loss
+    shown     the first rows, each with its token sequences if there is a tokenizer
     """
 
     def __init__(self, encoder: Tokenizer | None, show: int):
@@ -113,7 +113,7 @@ class Findings:
         self.shown: list[tuple[str, Json, list[Spans] | None]] = []
 
     def add(self, rows: Sequence[tuple[str, Json | ValueError]]) -> None:
-        """Look at some more rows: fills all fields."""
+        """Add more rows to all fields."""
         from strop.data.formats import check_contents, detect_format
 
         right: dict[str, tuple[str, Json]] = {}
@@ -143,7 +143,7 @@ class Findings:
                 self.shown.append((where, row, lines.get(where)))  # type: ignore[arg-type]
 
     def _encoded(self, rows: dict[str, tuple[str, Json]], wrong: dict[str, str]) -> dict[str, list[Spans]]:
-        """Return the lines of tokens of each row; those that cannot be encoded are put among the wrong ones."""
+        """Return the token sequences of each row. Add rows that cannot be encoded to `wrong`."""
         found: dict[str, list[Spans]] = {}
         for kind in {kind for kind, _ in rows.values()}:
             same = {where: row for where, (its, row) in rows.items() if its == kind}
@@ -165,7 +165,7 @@ class Findings:
 
 
 def lines_of(rows: Sequence[Json], kind: str, tokenizer: Any) -> list[list[Spans]]:
-    """Return the lines of tokens each row becomes (two of a pair), each in spans that count or do not."""
+    """Return the token sequences of each row (two for a pair), each cut into spans inside and outside the loss."""
     from strop.data.tokenize import encode_preferences, encode_prompts, encode_rows
 
     if kind == "prompt_only":
@@ -185,7 +185,7 @@ def _spans(prompt: Sequence[int], completion: Sequence[int], counts: Sequence[bo
     return [(counted, [token for _, token in part]) for counted, part in groupby(marked, key=lambda one: one[0])]
 
 
-# ---- telling ----
+# ---- output ----
 
 
 def _tell(console: Console, found: Findings) -> None:
@@ -225,18 +225,18 @@ def _tell_opening(console: Console, tokenizer: Tokenizer | None) -> None:
 
 
 def _oddities(row: Json) -> list[str]:
-    """Return what about a row is no error but hardly meant."""
+    """Return what is odd about a row: no error, but probably a mistake."""
     from strop.data.formats import is_equal_pair, odd_role, unknown_roles
 
     found = [f"empty {column}" for column in EMPTY if row.get(column) == ""]
-    with contextlib.suppress(TypeError, KeyError):  # messages that are none: named among the bad rows
+    with contextlib.suppress(TypeError, KeyError):  # malformed messages: reported among the bad rows
         found += ["chosen and rejected are the same"] if is_equal_pair(row) else []
         found += map(odd_role, unknown_roles(row))
     return list(dict.fromkeys(found))
 
 
 def _grouped(wrong: Sequence[str]) -> list[str]:
-    """Return what is wrong; once for neighbouring rows that have the same, with the first and the last of them."""
+    """Return the errors. Neighbouring rows with the same error are one entry with the first and the last row."""
     found = []
     for _, group in groupby(wrong, key=lambda told: NUMBERED.sub("", told, count=1)):
         same = list(group)
@@ -255,7 +255,7 @@ def _tell_lengths(console: Console, found: Findings) -> None:
 
 
 def _drawn(row: Row, lines: list[Spans] | None, tokenizer: Tokenizer | None, on_terminal: bool) -> Text:
-    """Return a row as a model sees it: what counts underlined, or else in ⟦ ⟧; without a tokenizer its columns."""
+    """Return a row as a model sees it, with the loss tokens underlined or in ⟦ ⟧. Without a tokenizer, return its columns."""
     if lines is None or tokenizer is None:
         from strop.data.formats import as_text
 

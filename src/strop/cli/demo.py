@@ -1,7 +1,7 @@
-"""`strop demo`: the main job on an embedded default. A small model learns to sort: supervised until mediocre, then GRPO.
+"""`strop demo`: a complete small run. A small model learns to sort: SFT until it is mediocre, then GRPO.
 
-Everything is made here and now: the problems, the model, the report. Labels are used by the supervised stage alone; GRPO
-sees prompts and whether an answer of its own was right. Held-out problems are never trained on by either.
+Problems, model and report are made on the spot. Only the SFT stage uses labels; GRPO sees prompts and whether its own
+answers were right. Neither stage trains on the held-out problems.
 """
 
 import importlib.util
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from strop.training.state import History
     from strop.training.trainer import Trainer
 
-MARK = "demo.json"  # tells a folder of this command from any other
+MARK = "demo.json"  # marks a folder as written by this command
 OWN = (MARK, "data", "sft", "grpo", "report.html")
 LENGTH = 5  # digits to sort
 NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
-MEDIOCRE = 0.4  # of training problems solved: where the supervised stage ends
+MEDIOCRE = 0.4  # share of training problems solved at which SFT ends
 SAMPLES = 8  # for best-of-n
-# Options of SFT and GRPO, found by trying; what was tried is in docs/log/2026.md.
+# Options of SFT and GRPO, found by experiments, which are in docs/log/2026.md.
 SFT_OPTIONS: Json = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
 GRPO_OPTIONS: Json = {
     "batch_size": 64, "group_size": 8, "learning_rate": 5e-4, "warmup_steps": 10, "schedule": "linear", "betas": (0.9, 0.99),
@@ -50,7 +50,7 @@ GRPO_OPTIONS: Json = {
 
 @dataclass
 class HeldOutScores:
-    """Shares of held-out problems solved, and what the greedy answers to the first of them were."""
+    """Shares of held-out problems solved, and the greedy answers to the first of them."""
 
     greedy: float
     sampled: float
@@ -60,7 +60,7 @@ class HeldOutScores:
 
 
 class Interrupted(Exception):
-    """Ctrl-C, after the step it came in."""
+    """Ctrl-C was pressed; raised after the current step."""
 
 
 def demo(
@@ -77,7 +77,7 @@ def demo(
         raise missing("strop demo", "torch", "train")
     claim_folder(output, {"seed": seed, "steps": steps, "sft_steps": sft_steps, "strop": strop.__version__})
     try:
-        from strop.models import one_thread  # not before torch is known to be there
+        from strop.models import one_thread  # only once torch is known to be installed
 
         with one_thread():
             Demo(console, output, seed, steps, sft_steps).run(figure)
@@ -87,7 +87,7 @@ def demo(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise unless the folder is empty or has the mark: nothing else is ever removed."""
+    """Raise unless the folder is empty or has the mark, so that no other folder is ever removed."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output must be a folder, found the file {folder}")
     if folder.exists() and not (folder / MARK).is_file() and any(folder.iterdir()):
@@ -95,7 +95,7 @@ def check_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, about: Json) -> None:
-    """Make the folder with the mark in it; remove what an earlier demo left."""
+    """Make the folder and write the mark into it; remove the files of an earlier demo."""
     for name in OWN:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -111,7 +111,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 class StopWhenMediocre(Callback):
-    """Ends the supervised stage, by its score on training problems: the held-out ones decide nothing."""
+    """Ends SFT by the score on training problems. Held-out problems are not used for this."""
 
     def __init__(self, task: tasks.Task, rows: list[dict[str, str]], every: int = 5):
         self.task, self.rows, self.every = task, rows, every
@@ -124,7 +124,7 @@ class StopWhenMediocre(Callback):
 
 
 def answer(model: object, task: tasks.Task, rows: list[dict[str, str]], **options: Any) -> tuple["BestOfN", list[str]]:
-    """Return a BestOfN, which keeps the rewards, and its best answer to each problem."""
+    """Return a BestOfN with the rewards, and its best answer to each problem."""
     from strop.algorithms.best_of_n import BestOfN
 
     best = BestOfN(model=model, seed=0, **options_of(task), **options)
@@ -132,14 +132,14 @@ def answer(model: object, task: tasks.Task, rows: list[dict[str, str]], **option
 
 
 def options_of(task: tasks.Task) -> Json:
-    """Return the task's options of an algorithm that samples."""
+    """Return the task's options for an algorithm that samples."""
     return {"tokenizer": task.tokenizer, "reward_fn": task.reward, "max_new_tokens": task.max_new_tokens}
 
 
 class Demo:
-    """The stages, in order, each with its lines on the console and its seconds.
+    """The stages of the demo, in order, with their console output and times.
 
-    scores   before and after GRPO
+    scores   scores before and after GRPO
     """
 
     def __init__(self, console: Console, folder: Path, seed: int, steps: int, sft_steps: int):
@@ -224,7 +224,7 @@ class Demo:
         group = f"{GRPO_OPTIONS['batch_size']} prompts × {GRPO_OPTIONS['group_size']} answers"
         self.say(f"{self.steps} steps of {group}; the only teacher: was it right?")
         grpo = GRPO(model=model, seed=self.seed, **options_of(self.task), **GRPO_OPTIONS)
-        prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # no completion to imitate
+        prompts = [{name: row[name] for name in ("prompt", "answer")} for row in self.train]  # without the completions
         where: Json = {"output_dir": self.folder / "grpo", "progress": _bar()}
         history = grpo.train(prompts, eval_dataset=self.test, num_steps=self.steps, **where)
         self.check(history, "GRPO")
@@ -236,17 +236,17 @@ class Demo:
             raise Interrupted(f"Interrupted in {stage} after step {history.steps[-1]['step'] if history.steps else 0}")
 
     def score(self, model: "MoEForCausalLM") -> None:
-        """Add the scores of the model as it is now."""
+        """Append the current model's scores to `scores`."""
         greedy, answers = answer(model, self.task, self.test, n=1, temperature=0.0)
         several, _ = answer(model, self.task, self.test, n=SAMPLES)
         first, sampled, best = (one.mean().item() for one in (greedy.rewards, several.all_rewards, several.rewards))
         shown = answers[:NUM_SHOWN], greedy.rewards[:NUM_SHOWN].tolist()
         self.scores.append(HeldOutScores(first, sampled, best, *shown))
 
-    # ---- what is shown ----
+    # ---- output ----
 
     def comparison(self) -> dict[str, dict[str, float]]:
-        """Return the share solved after each stage, for each way of answering."""
+        """Return the share solved after each stage, for each way to sample an answer."""
         sft, grpo = self.scores
         names = {"greedy": "greedy", "sampled": "sampled", f"best of {SAMPLES}": "best_of"}
         pairs = {shown: (getattr(sft, name), getattr(grpo, name)) for shown, name in names.items()}

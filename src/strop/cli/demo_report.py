@@ -1,4 +1,4 @@
-"""The page of `strop demo`: what was learned, in numbers, in examples, and as curves."""
+"""The report page of `strop demo`: numbers, examples and curves."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def grpo_run(folder: Path) -> Run:
     """Return the GRPO run; its reward is 1 for a right answer and 0 for any other, so the mean is the accuracy."""
     run = load_run(folder / "grpo")
     run.columns.rename("eval/reward/mean", "eval/accuracy")
-    run.hidden |= {"eval/reward/std", "eval/reward/reward", "reward/reward"}  # say nothing new
+    run.hidden |= {"eval/reward/std", "eval/reward/reward", "reward/reward"}  # repeat others
     return run
 
 

@@ -1,4 +1,4 @@
-"""`strop doctor`: what is here, what is active and why not the rest, and whether anything is broken."""
+"""`strop doctor`: show what is installed, what is active, why the rest is not, and what is broken."""
 
 import importlib
 import platform
@@ -36,7 +36,7 @@ OPTIONAL = {
     "scipy": "benchmarks",
     "matplotlib": "plots",
 }
-UNASKED = {"rlox": "a peer in the benchmarks"}  # listed where they are installed
+UNASKED = {"rlox": "a peer in the benchmarks"}  # listed only if they are installed
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def compiled_module() -> Finding:
 
 
 def _self_check() -> str | None:
-    """Return the name of a compiled primitive that does not agree with NumPy; None if all do."""
+    """Return the name of a compiled primitive whose result differs from NumPy's; None if all agree."""
     from strop.primitives import advantages, kl
 
     p, q = np.linspace(-5, 0, 64).reshape(2, 32), np.linspace(0, -5, 64).reshape(2, 32)
@@ -83,7 +83,7 @@ def _self_check() -> str | None:
 
 
 def python_tool() -> Finding:
-    """Say what the kernel does not protect when `python_tool` runs a program."""
+    """Return which protections the kernel lacks for programs that `python_tool` runs."""
     try:
         from strop.environments import sandbox
     except ImportError:
@@ -94,7 +94,7 @@ def python_tool() -> Finding:
 
 
 def packages(deep: bool) -> Iterator[Finding]:
-    """Yield what is installed; `deep`: import each too, which takes many seconds. torch always is, for the operators."""
+    """Yield the state of each package. `deep` also imports each, which takes many seconds. torch is always imported."""
     for name, purpose in {**OPTIONAL, **UNASKED}.items():
         if name == "triton" and _is_cpu_build():
             continue
@@ -113,7 +113,7 @@ def packages(deep: bool) -> Iterator[Finding]:
 
 
 def _is_cpu_build() -> bool:
-    """Return whether torch is there and built for no GPU that Triton compiles for."""
+    """Return whether torch is installed in a build without a GPU that Triton supports."""
     try:
         import torch
     except ImportError:
@@ -155,7 +155,7 @@ def _operator(op: "Op") -> Finding:
 
 
 def of_model(name: str) -> Iterator[Finding]:
-    """Yield how strop reads the rows of a model, how rollouts run, and why not in a faster way."""
+    """Yield how strop reads rows and runs rollouts with a model, and why not faster."""
     from strop.models import as_policy
     from strop.models.loading import load_model
     from strop.rollout import Sampling, generate

@@ -1,4 +1,4 @@
-"""`strop eval MODEL --task …`: how often a model is right, with a 95 % interval."""
+"""`strop eval MODEL --task …`: a model's mean reward with a 95 % interval."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def evaluate(
     given: Json,
 ) -> None:
     """Rewards of a model's completions: their mean with a 95 % interval, for each reward function."""
-    limit = num_rows if "data" not in given else num_rows or DEFAULT_EVAL_ROWS  # a task may have fewer problems
+    limit = num_rows if "data" not in given else num_rows or DEFAULT_EVAL_ROWS  # a task may have fewer than 200
     job = make_job(given, settings, model=model, split=split, num_rows=limit)
     task = load_task(job)
     found_rows = load_data(job, task)
@@ -45,7 +45,7 @@ def evaluate(
 
     names = best.score.names
     if best.player is not None and isinstance(best.player.make, ToolBox):
-        names = names[1:]  # the first is that of turns, which tools do not reward
+        names = names[1:]  # the first is the reward of turns, which tools do not give
     scores: dict[str, list[float]] = {name: [] for name in names}
     for start in range(0, len(rows), batch_size):
         best.generate(rows[start : start + batch_size])
@@ -65,13 +65,13 @@ command = with_options(evaluate, job_options(*OF_JOB, "map", "template"))
 
 
 def summary(values: Sequence[float], rounds: int = 2000) -> Json:
-    """Return the mean and its 95 % interval: Wilson's for zeros and ones, else the bootstrap's."""
+    """Return the mean and its 95 % interval: Wilson's if all values are 0 or 1, else by bootstrap."""
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:
         z = 1.959963984540054
         centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        low, high = max(0.0, centre - half), min(1.0, centre + half)  # rounding puts them a little outside
+        low, high = max(0.0, centre - half), min(1.0, centre + half)  # rounding may exceed [0, 1]
         return {"mean": mean, "low": low, "high": high, "interval": "wilson"}
     draws = np.random.default_rng(0).choice(np.asarray(values, float), (rounds, n)).mean(1)
     low, high = np.quantile(draws, [0.025, 0.975])

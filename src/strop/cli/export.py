@@ -1,4 +1,4 @@
-"""`strop export RUN --gguf q8_0`: what was trained, as one file for other programs."""
+"""`strop export RUN --gguf q8_0`: write a trained model as one file for other programs."""
 
 import json
 import sys

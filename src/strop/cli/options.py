@@ -1,4 +1,4 @@
-"""Command-line options out of config dataclasses, values out of text, config files."""
+"""Command-line options derived from config dataclasses, parsing of values, and config files."""
 
 import dataclasses
 import inspect
@@ -53,11 +53,11 @@ class Option:
 
     @property
     def is_list(self) -> bool:
-        """A text or several: the option may be repeated."""
+        """True if the option takes one text or several, so it may be repeated."""
         return str in self.kinds and any(typing.get_origin(kind) is tuple for kind in self.kinds)
 
     def parse(self, value: object) -> object:
-        """Return the command line's text as the field wants it: a text stays one, whatever it looks like."""
+        """Return the command line's text parsed for the field's type. A text field keeps it, even if it looks like a number."""
         if isinstance(value, list):
             return tuple(value) if len(value) > 1 else value[0]
         if not isinstance(value, str):
@@ -68,7 +68,7 @@ class Option:
 
 
 def options_of(config: type, panel: str, prefix: str = "", base: object = None) -> list[Option]:
-    """Return the options of every field but dicts, which --set is for; then those of nested parts."""
+    """Return the options of all fields except dicts, which need --set, then those of nested configs."""
     found, nested, told = [], [], described(config)
     base = config() if base is None else base
     for field in options_in(config):
@@ -84,7 +84,7 @@ def options_of(config: type, panel: str, prefix: str = "", base: object = None) 
 
 
 def described(config: type) -> dict[str, str]:
-    """Return what a config's docstring says of each field, in lines of `name, other_name   what it is`."""
+    """Return the description of each field from a config's docstring, whose lines are `name, other_name   description`."""
     found: dict[str, str] = {}
     names: list[str] = []
     for cls in reversed(config.__mro__):
@@ -101,7 +101,7 @@ def described(config: type) -> dict[str, str]:
 
 
 def with_options(function: Callable[..., None], options: Sequence[Option]) -> Callable[..., None]:
-    """Return `function(own parameters, given)` as a command with these options; `given` are those the user gave."""
+    """Return `function(own parameters, given)` as a command with these options. `given` has those that the user gave."""
     own = [p for p in inspect.signature(function).parameters.values() if p.name != "given"]
     by_parameter = {option.parameter: option for option in options}
 
@@ -118,7 +118,7 @@ def with_options(function: Callable[..., None], options: Sequence[Option]) -> Ca
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """Return the parameter of an option. None is "not given": a config file or the config itself decides then."""
+    """Return the parameter of an option. None means "not given": then the config file or the default applies."""
     flag = f"{option.flag}/--no-{option.flag.removeprefix('--')}" if option.is_switch else option.flag
     default = "" if option.default in (None, "", ()) else f"[{_shown(option)}]"
     about = typer.Option(
@@ -147,7 +147,7 @@ def _metavar(option: Option) -> str:
 
 
 def parse_value(text: str) -> object:
-    """Return the value in a text: none, true, false, a number, a list (a,b or JSON), else the text itself."""
+    """Return the value of a text: none, true, false, a number, a list (a,b or JSON), else the text itself."""
     word, named = text.strip(), {"none": None, "null": None, "true": True, "false": False}
     if word.lower() in named:
         return named[word.lower()]
@@ -164,15 +164,15 @@ def parse_value(text: str) -> object:
 
 
 def option(help: str, *flags: str, **more: Any) -> Any:
-    """Return an option of typer with this help."""
+    """Return a typer option with this help."""
     return typer.Option(*flags, help=help, **more)
 
 
 def number_option(help: str = "", *, low: float = 0, high: float = math.inf, whole: bool = True) -> object:
-    """Return an option of typer whose numbers are read by the configs' rule, not as Python reads them."""
+    """Return a typer option whose numbers are parsed by the rule of config files, not by Python's."""
 
     def parse(text: str | int | float) -> int | float:
-        found = parse_number(text) if isinstance(text, str) else text  # else a default
+        found = parse_number(text) if isinstance(text, str) else text  # not a str: a default
         if found is None or (whole and isinstance(found, float)) or not low <= found <= high:
             bounds = f"of at least {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
             raise ValueError(f"{text!r} is no {'whole ' * whole}number {bounds} {IN_TEXT}")
@@ -182,7 +182,7 @@ def number_option(help: str = "", *, low: float = 0, high: float = math.inf, who
 
 
 def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> Json:
-    """Return the options of --set, such as "optim.eps=1e-6", each read as the option of that name wants it."""
+    """Return the options of --set, such as "optim.eps=1e-6", each parsed by the option of that name."""
     by_name = {option.path.rpartition(".")[2]: option for option in options}
     found: Json = {}
     for setting in settings:
@@ -196,7 +196,7 @@ def parse_settings(settings: Sequence[str], options: Sequence[Option] = ()) -> J
 
 
 def read_config(path: Path) -> Json:
-    """Return the options of a YAML (or JSON) file. A key that stands twice is an error."""
+    """Return the options of a YAML (or JSON) file. A duplicate key is an error."""
     try:
         import yaml
     except ImportError:
@@ -206,7 +206,7 @@ def read_config(path: Path) -> Json:
         def construct_object(self, node: object, deep: bool = False) -> object:
             try:
                 return super().construct_object(node, deep)
-            except (ValueError, KeyError, AttributeError):  # `!!bool x`, or a date in the thirteenth month
+            except (ValueError, KeyError, AttributeError):  # such as `!!bool x` or a date with month 13
                 if not isinstance(node, yaml.ScalarNode):
                     raise
                 kind = node.tag.rpartition(":")[2]
@@ -216,7 +216,7 @@ def read_config(path: Path) -> Json:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[object, object]:
             if not isinstance(node, yaml.MappingNode):
                 return super().construct_mapping(node, deep)
-            own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # of `<<: *defaults` what is not own
+            own = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # not merged (`<<: *defaults`)
             keys = [self.construct_object(key, deep=True) for key in own]
             for i, key in enumerate(keys):
                 if key in keys[:i]:
@@ -224,10 +224,10 @@ def read_config(path: Path) -> Json:
             return super().construct_mapping(node, deep)
 
         def number(self, node: Any) -> Any:
-            """Read by our rule: YAML's takes 1_000, 0x10, the octal 010 and 1:30, which is 90."""
+            """Return a number parsed by strop's rule. YAML's rule also takes 1_000, 0x10, the octal 010, and 1:30 as 90."""
             found = parse_number(node.value)
             if found is None and self.resolve(yaml.ScalarNode, node.value, (True, False)) != node.tag:
-                raise ValueError  # not what it looks like, but what `!!int` claims it is
+                raise ValueError  # a tag such as `!!int` contradicts the text
             return node.value if found is None else found
 
     for kind in ("int", "float"):

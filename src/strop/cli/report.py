@@ -39,7 +39,7 @@ def _serve(runs: list[Path], title: str | None, port: int) -> None:
     for folder in runs:
         if not folder.is_dir():
             raise FileNotFoundError(f"no such run folder: {folder}")
-    readers: dict[Path, RunReader] = {}  # so that only what was added is read again
+    readers: dict[Path, RunReader] = {}  # so that only new lines are read each time
 
     def page(version: str) -> str:
         return build_report(load_runs(runs, readers), title=title, version=version)

@@ -1,4 +1,4 @@
-"""`strop serve MODEL`: chat with what was trained, or sample rollouts for a training elsewhere."""
+"""`strop serve MODEL`: serve a trained model for chat, or sample rollouts for training on another machine."""
 
 import functools
 import sys
@@ -42,7 +42,7 @@ def serve(
     from strop.models import as_policy
 
     def parse_calls(reply: str) -> list[ToolCall]:
-        """Return the calls of a reply; none if one of them cannot be read, since the reply then is a text."""
+        """Return the tool calls of a reply. If one of them is invalid, return none: the reply is then treated as text."""
         calls = parser_of(its_tokenizer)(reply)
         return [] if any(call.error for call in calls) else [ToolCall(call.name, call.arguments) for call in calls]
 

@@ -1,4 +1,4 @@
-"""`strop train sft|dpo|kto|reward|grpo|ppo|distill|online-dpo`: options are the fields of `JobConfig` and of the algorithm's config."""
+"""`strop train ALGORITHM`: the options are the fields of `JobConfig` and of the algorithm's config."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 ALGORITHMS = {
-    # command: class, what it does
+    # command: class, description
     "sft": ("SFT", "Imitate given completions."),
     "dpo": ("DPO", "Learn from pairs which of two completions is the better one."),
     "kto": ("KTO", "Learn from single completions that are labelled desirable or not."),
@@ -51,7 +51,7 @@ ALGORITHMS = {
     "distill": ("Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
     "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
-ARGUMENTS = {  # beside the model, of the algorithms that sample
+ARGUMENTS = {  # further arguments of algorithms, besides the model
     "grpo": ("reward", "environment", "tools"),
     "ppo": ("reward", "critic"),
     "online-dpo": ("reward", "preference", "environment", "tools"),
@@ -86,7 +86,7 @@ def algorithm_class(command: str) -> Any:
 
 
 def options_for(command: str) -> list[Option]:
-    """Return the options of a command: those of the job, then those of its algorithm."""
+    """Return a command's options: those of the job, then those of its algorithm."""
     return all_options(config_class(command))
 
 
@@ -155,10 +155,10 @@ def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = Fa
 
     quiet = quiet or not world().is_first
     output = world().from_first(lambda: _output(command, job))
-    writes_to = Path(os.path.abspath(output))  # a function of the user's may change the directory
+    writes_to = Path(os.path.abspath(output))  # a user's function may change the current directory
     trainer, rows, eval_rows = build(command, job, config)
     if job.overwrite:
-        rows = trainer.prepared(rows)  # first: data with a mistake in it cost no run
+        rows = trainer.prepared(rows)  # first, so that errors in the data remove no earlier run
         world().from_first(lambda: remove_run(writes_to))
     trainer.loggers = _loggers(job, config, writes_to, quiet) if world().is_first else []
     trainer.callbacks = _callbacks(job, writes_to, eval_rows)
@@ -188,7 +188,7 @@ def run(command: str, job: JobConfig, config: TrainerConfig, *, quiet: bool = Fa
 
 
 def _output(command: str, job: JobConfig) -> Path:
-    """Return the run folder, which may be there if it is resumed or removed; an error if nothing can be written there."""
+    """Return the run folder. Raise if it cannot be written, or if it exists without resume or overwrite."""
     from strop.training.folder import check_usable
 
     output = Path(job.output or f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -206,7 +206,7 @@ def _output(command: str, job: JobConfig) -> Path:
 
 
 def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
-    """Take one step and evaluate one batch; print what they took and what the run will take. Nothing is written."""
+    """Take one step and evaluate one batch; print their time and memory and estimate the run's. Nothing is written."""
     from strop.data.formats import Prepared
     from strop.training.run import epoch_order
 
@@ -235,7 +235,7 @@ def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
 
 
 def _peak_memory(device: "torch.device") -> float:
-    """Return the bytes of the GPU, or of the process."""
+    """Return the peak memory in bytes, of the GPU or of the process."""
     if device.type == "cuda":
         import torch
 
@@ -248,7 +248,7 @@ def _peak_memory(device: "torch.device") -> float:
 def build(
     command: str, job: JobConfig, config: TrainerConfig
 ) -> tuple["Trainer", Sequence[object], Sequence[object] | None]:
-    """Return the trainer, its rows, and the held-out ones."""
+    """Return the trainer, its rows, and the held-out rows."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
     functions = _functions(command, job, task)
@@ -265,7 +265,7 @@ def changed_options(job: JobConfig) -> Json:
 
 
 def _functions(command: str, job: JobConfig, task: object) -> Json:
-    """Return the arguments of the trainer beside the model: its functions, environment, tools, critic."""
+    """Return the trainer's arguments besides the model: functions, environment, tools, critic."""
     takes = ARGUMENTS.get(command, ())
     for name in ("environment", "tools", "critic", "reward", "preference"):
         if name not in takes and getattr(job, name) is not None:
@@ -317,7 +317,7 @@ def _loggers(job: JobConfig, config: TrainerConfig, output: Path, quiet: bool) -
             made.append(TensorBoardLogger(output / "tensorboard"))
         else:
             made.append((TrackioLogger if name == "trackio" else WandbLogger)(name=output.name))
-    if not quiet and not sys.stderr.isatty():  # a terminal has the progress bar
+    if not quiet and not sys.stderr.isatty():  # on a terminal there is a progress bar
         made.append(ConsoleLogger(max(1, config.run.log_every), file=sys.stderr))
     return made
 
@@ -334,7 +334,7 @@ def _size(trainer: "Trainer") -> str:
 
 
 def _tell(history: "History", output: Path, place: Path) -> None:
-    """Print the first and the last of what was measured, and how to look at it."""
+    """Print the first and the last evaluation, the model's folder, and the command that shows the report."""
     from strop.training.folder import final_model
 
     evaluations = [e for e in history.evaluations if len(e) > 1]
@@ -350,7 +350,7 @@ def _tell(history: "History", output: Path, place: Path) -> None:
 
 
 def _push(trainer: "Trainer", repo_id: str, folder: Path, shown: Path) -> None:
-    """Upload a folder; `shown` is how errors name it."""
+    """Upload a folder; errors name it `shown`."""
     try:
         address = trainer.push_to_hub(repo_id, folder=folder)
     except Exception as error:  # of many kinds: no network, no login, no right to the name

@@ -1,1 +1,1 @@
-"""Data: rows of TRL's formats from files, lists and `datasets`, their token ids, and training batches of them."""
+"""Data: rows in TRL's formats from files, lists and `datasets`, their token ids, and training batches."""

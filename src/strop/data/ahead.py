@@ -1,7 +1,7 @@
-"""Rows that an algorithm prepares shortly before the step that needs them, in a thread beside the steps.
+"""Rows that a background thread prepares shortly before the step that needs them.
 
-Templates and tokenisation take long where rows are many. A run knows the order of its rows, so those of the next steps are
-prepared in parts while the present step computes. What a step is given does not depend on when it was prepared.
+Templates and tokenisation take long for many rows. A run knows the order of its rows, so a thread prepares the rows of the
+next steps in parts while the current step computes. The result does not depend on when a row was prepared.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ from strop.data.streams import Streamed
 
 Prepare = Callable[[Sequence[Any], str], Sequence[Any]]
 PART = 128  # rows that are prepared together
-NUM_ROWS_AHEAD = 3 * PART  # behind a batch, that are prepared beside its step
+NUM_ROWS_AHEAD = 3 * PART  # rows after a batch, prepared during its step
 
 
 class PreparedAhead(Sequence[Any]):
-    """A dataset's rows as an algorithm's `prepare` returns them, each prepared when it is asked for or shortly before.
+    """A dataset's rows as an algorithm's `prepare` returns them, each prepared on access or shortly before.
 
-    before        the rows as they were, for their digest
-    columns       of all rows together: a row that lacks one has None there, whichever rows share a batch
-    with_thread   rows named by `take` are prepared in a thread; off where a tokenizer may not be used by two threads
+    before        the original rows, for their digest
+    columns       the columns of all rows; a row that lacks one has None there, in every batch
+    with_thread   prepare rows named by `take` in a thread; False if the tokenizer is not thread-safe
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PreparedAhead(Sequence[Any]):
         self.before = rows
         self.columns, self.with_thread = dict.fromkeys(columns), with_thread
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: the part it is in, its place there
+        self._ahead: dict[int, tuple[Future[Sequence[Any]], int]] = {}  # row i: its part, its place in the part
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +62,7 @@ class PreparedAhead(Sequence[Any]):
         return [values[i] for i in indices]
 
     def _begin(self, indices: Sequence[int]) -> None:
-        """Prepare these rows in the thread, except those that it has begun; forget all others."""
+        """Start preparing these rows in the thread, unless they were started before; drop all other rows."""
         self._ahead = {i: self._ahead[i] for i in indices if i in self._ahead}
         missing = [i for i in indices if i not in self._ahead]
         if not self.with_thread or not missing:
@@ -72,7 +72,7 @@ class PreparedAhead(Sequence[Any]):
         for start in range(0, len(missing), PART):
             part = missing[start : start + PART]
             if len(part) < min(PART, len(indices)) and len(missing) < len(indices):
-                break  # the rest of the rows is too few for a part of its own: the next call has more
+                break  # too few rows are left for a part: the next call has more
             future = self._threads.submit(self._prepared, part)
             self._ahead |= {i: (future, place) for place, i in enumerate(part)}
 
@@ -80,7 +80,7 @@ class PreparedAhead(Sequence[Any]):
         return self.prepare([self._row(i) for i in indices], self.name)
 
     def _prepared_or_named(self, indices: Sequence[int]) -> Sequence[object]:
-        """Return the rows prepared; where that fails, raise with the number that the row has in the dataset."""
+        """Return the prepared rows. If one fails, raise an error with its index in the dataset."""
         if not indices:
             return []
         if len(indices) > 1:

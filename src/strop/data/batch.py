@@ -1,10 +1,10 @@
-"""What everything is trained on: `Trajectory`, a sequence of tokens, and `TokenBatch`, several of them joined.
+"""The training data: `Trajectory`, a sequence of tokens, and `TokenBatch`, several trajectories packed.
 
-A trajectory says of every token whether it counts: whether the policy drew it, or in SFT the assistant wrote it. A batch
-knows before anything reaches the device which hidden state predicts which token that counts, so no device ever searches
-a mask and nobody waits for a number.
+A trajectory has a loss mask: True for tokens that the policy sampled or, in SFT, that the assistant wrote. A batch computes
+on the host which hidden state predicts which token of the loss. So the device never searches a mask, and the host never
+waits for the device.
 
-Shapes: N tokens of S trajectories, n of them that count; rows of T tokens where a model wants them padded.
+Shapes: N tokens of S trajectories, n of them in the loss; rows of T tokens if a model needs them padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class RewardedTurn(NamedTuple):
-    """A turn of the model: how many tokens it drew, and the environment's reward for it."""
+    """A turn of the model: the number of tokens it sampled, and the environment's reward for it."""
 
     num_tokens: int
     reward: float
@@ -29,32 +29,32 @@ class RewardedTurn(NamedTuple):
 
 @dataclass
 class Trajectory:
-    """One sequence of tokens, who wrote each, and all that is known of it.
+    """One sequence of tokens, with its loss mask, rewards and scores.
 
-    A step fills the fields in the order in which they stand here. A prompt is a trajectory without a completion: its
-    num_prompt is its length. Fields that end in _t have one entry for each token that is trained on: each True of
-    loss_mask_T. ids, mask and advantages are on the host; what a model scored may be on its device.
+    A step fills the fields in the order of their definition. A prompt is a trajectory without a completion: its num_prompt
+    is its length. Fields that end in _t have one entry for each token of the loss (each True in loss_mask_T). ids, mask and
+    advantages are on the host; scores of a model may be on its device.
 
-    ids_T            prompt and completion, and where a conversation goes on, what follows: as read and as sampled
-    loss_mask_T      True where a token is trained on; never at the first, which nothing predicts
-    rollout_logps_t  under the distribution the tokens were sampled from; None where nobody sampled them
-    finish           why it ended: "eos", "length", "turns" or "environment"; None where nobody sampled it
-    routing_TLk      the experts chosen at each token by each of L routers, −1 where unknown; None where all are
-    version          of the weights that sampled it; None where nobody counts them
-    num_prompt       tokens of ids_T before the first completion
+    ids_T            prompt and completion; in a conversation also all later turns
+    loss_mask_T      True for tokens of the loss; False for the first token, which no state predicts
+    rollout_logps_t  log-probs under the sampling distribution; None if the tokens were not sampled
+    finish           why sampling ended: "eos", "length", "turns" or "environment"; None if it was not sampled
+    routing_TLk      experts chosen at each token by each of L routers, −1 where unknown; None if all are unknown
+    version          version of the weights that sampled it; None if versions are not counted
+    num_prompt       number of tokens of ids_T before the first completion
     row              the row of the dataset it came from: columns for reward functions
-    shown            columns for reward functions that say more than the tokens do: the prompt as text, a conversation
-    turns            of a conversation with an environment: the turns of the model
-    info             of such a conversation: numbers by their metric's name; a metric is the mean over trajectories
-    failure          why the environment of such a conversation failed; empty if it did not
-    rewards          by the name of the reward function; `reward` is their weighted sum
-    old_logps_t      by a forward with the weights before the update
-    ref_logps_t      by the reference
-    values_t         by the critic before the update
-    returns_t        what the critic is to learn
-    advantages_t     of each token
+    shown            further columns for reward functions: the prompt as text, a conversation
+    turns            the model's turns in a conversation with an environment
+    info             numbers from the environment, by metric name; a metric is the mean over trajectories
+    failure          why the environment failed; empty if it did not
+    rewards          reward function's name → its reward; `reward` is their weighted sum
+    old_logps_t      log-probs under the weights before the update
+    ref_logps_t      log-probs under the reference
+    values_t         the critic's values before the update
+    returns_t        the critic's targets
+    advantages_t     the advantage of each token
     importance_t     factor of each token's policy term, π_old/π_rollout within bounds; None is 1
-    weight           of each of its tokens in the loss
+    weight           the weight of each of its tokens in the loss
     """
 
     ids_T: torch.Tensor
@@ -80,7 +80,7 @@ class Trajectory:
     weight: float = 1.0
 
     def __len__(self) -> int:
-        return self.ids_T.size(0)  # a tenth of the time of len(): asked several times a step of every trajectory
+        return self.ids_T.size(0)  # ten times faster than len(), and called several times a step for every trajectory
 
     @property
     def prompt_ids(self) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Trajectory:
 
     @property
     def completion_ids(self) -> torch.Tensor:
-        """All tokens behind the prompt, also those of a conversation that the model did not draw."""
+        """All tokens after the prompt, including those of a conversation that the model did not sample."""
         return self.ids_T[self.num_prompt :]
 
     @property
@@ -97,13 +97,13 @@ class Trajectory:
 
     @classmethod
     def of_prompt(cls, ids: Array, **known: Any) -> "Trajectory":
-        """Return a prompt, with no completion yet."""
+        """Return a prompt as a trajectory without a completion."""
         prompt = as_ids(ids, "prompt_ids")
         return cls(prompt, torch.zeros(len(prompt), dtype=torch.bool), num_prompt=len(prompt), **known)
 
     @classmethod
     def of(cls, prompt_ids: object, completion_ids: object, counts: object = None, **known: Any) -> "Trajectory":
-        """Return a completion behind its prompt. `counts`, a bool for each of its tokens, says which count; None: all."""
+        """Return prompt and completion. `counts` is the loss mask of the completion's tokens; None is all of them."""
         prompt, completion = as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids")
         ids_T = torch.cat([prompt, completion])
         if not len(ids_T):
@@ -117,7 +117,7 @@ class Trajectory:
 def sampled(
     prompts: Sequence[torch.Tensor], completions: Sequence[torch.Tensor], logps: Sequence[torch.Tensor]
 ) -> list[Trajectory]:
-    """Return each completion behind its prompt, with its log-probs; one prompt and one completion for each."""
+    """Return one trajectory for each prompt and its completion, with the completion's log-probs."""
     if not prompts:
         return []
     num_prompt = [prompt.size(0) for prompt in prompts]
@@ -131,9 +131,9 @@ def sampled(
 
 
 class PaddedRows(NamedTuple):
-    """A batch as right-padded rows, for models that know no other. In a causal model padding changes nothing before it.
+    """A batch as right-padded rows, for models that cannot read packed ones. Padding does not change earlier tokens.
 
-    index_N   where each token of the batch stands among the S·T of the rows
+    index_N   index of each token of the batch in the S·T places of the rows
     """
 
     ids_ST: torch.Tensor
@@ -141,23 +141,23 @@ class PaddedRows(NamedTuple):
     index_N: torch.Tensor
 
     def spread(self, values_N: torch.Tensor, padding: int) -> torch.Tensor:
-        """Return [S·T, ..]: what the batch has of each token, and `padding` between."""
+        """Return [S·T, ..]: the batch's value of each token, and `padding` elsewhere."""
         spread = values_N.new_full((self.ids_ST.numel(), *values_N.shape[1:]), padding)
         return spread.index_copy(0, self.index_N, values_N)
 
 
 @dataclass
 class TokenBatch:
-    """N tokens of several trajectories, one after the other. Made on the host, moved once.
+    """N tokens of several packed trajectories. Built on the host and moved to the device once.
 
-    positions_N     count from 0 in every trajectory
-    cu_seqlens      [S + 1] where trajectories begin and end, int32; `lengths` are the same for the host
-    places_n        the token whose hidden state predicts a token that counts: the one before it
-    targets_n       the tokens that count
-    sequence_n      whose they are
+    positions_N     position in the trajectory, from 0
+    cu_seqlens      [S + 1] boundaries of the trajectories, int32; `lengths` has their lengths on the host
+    places_n        index of the token whose hidden state predicts a token of the loss: the token before it
+    targets_n       ids of the tokens of the loss
+    sequence_n      index of their trajectory
     old_logps_n, ref_logps_n, values_n, returns_n, advantages_n, importance_n, weights_n
                     aligned with places_n, as in `Trajectory`; None where not needed
-    routing_NLk     the experts that the routers are to choose, −1 where they choose by themselves; None: everywhere
+    routing_NLk     experts to replay, −1 where the routers choose; None: the routers choose everywhere
     """
 
     ids_N: torch.Tensor
@@ -187,12 +187,12 @@ class TokenBatch:
         fields: Sequence[str] = (),
         **per_trajectory: Sequence[float],
     ) -> "TokenBatch":
-        """Return the trajectories in this order; of none a batch of one token, of which nothing counts.
+        """Return a batch of the trajectories in this order. Without trajectories it is one token outside the loss.
 
-        fields           which fields of the trajectories the batch takes, where they are filled, without their _t
-        per_trajectory   advantages, weights: a number of each, which all its tokens that count get, in `dtype`
+        fields           names, without _t, of trajectory fields that the batch takes if they are filled
+        per_trajectory   advantages, weights: one number per trajectory for all its tokens of the loss, in `dtype`
         """
-        if not trajectories:  # a process without work runs the model beside the others all the same, on one token
+        if not trajectories:  # a process without work must still run the model with the others, on one token
             nothing = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
             numbers: dict[str, Any] = {name: [0.0] for name in (*fields, *per_trajectory)}
             return replace(cls.of([nothing], device, dtype=dtype, **numbers), num_loss_tokens_S=[])
@@ -218,7 +218,7 @@ class TokenBatch:
                 found = f"found {[len(one) for one in routing]} of {lengths} tokens"
                 raise ValueError(f"routing must have one entry a token, in all trajectories or in none, {found}")
             batch.routing_NLk = torch.cat(routing)
-        scored: dict[str, Any] = {}  # which are on the device already
+        scored: dict[str, Any] = {}  # these are on the device already
         for name in fields:
             rows = [getattr(one, f"{name}_t") for one in trajectories]
             if rows[0] is not None:
@@ -230,7 +230,7 @@ class TokenBatch:
         return replace(batch.to(device), **scored) if scored else batch.to(device)
 
     def __len__(self) -> int:
-        """Return how many trajectories there are."""
+        """Return the number of trajectories."""
         return len(self.lengths)
 
     @property
@@ -246,7 +246,7 @@ class TokenBatch:
         return self.ids_N.device
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """Return the batch on the device, moved in two transfers (and one of the routing) that nobody waits for."""
+        """Return the batch on the device, moved by two asynchronous transfers, and one more for routing."""
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
@@ -273,8 +273,8 @@ class TokenBatch:
         return PaddedRows(ids_ST.view(len(self), longest), mask_ST.view(len(self), longest), index_N)
 
     def only(self, sequences: Sequence[int]) -> tuple["TokenBatch", torch.Tensor]:
-        """Return these trajectories as a batch for a forward, without fields of the loss, and which of the n tokens
-        are theirs."""
+        """Return a batch of these trajectories for a forward, without fields of the loss, and the indices of their
+        tokens among the n."""
         starts, firsts = ([0, *accumulate(sizes)] for sizes in (self.lengths, self.num_loss_tokens_S))
         lengths, counts = [self.lengths[s] for s in sequences], [self.num_loss_tokens_S[s] for s in sequences]
         tokens_M = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
@@ -292,7 +292,7 @@ class TokenBatch:
         return batch, theirs_m
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
-        """Return [S]: the sum over each trajectory's tokens that count."""
+        """Return [S]: the sum over each trajectory's tokens of the loss."""
         return values_n.new_zeros(len(self.num_loss_tokens_S)).index_add(0, self.sequence_n, values_n)
 
     def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
@@ -301,12 +301,12 @@ class TokenBatch:
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows one after the other; an empty tensor of none."""
+    """Return the rows concatenated; an empty tensor if there are none."""
     return torch.cat(list(rows)) if rows else torch.zeros(0)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return `tensor.to(device)` without waiting for the GPU's work, as a copy from ordinary memory does."""
+    """Return `tensor.to(device)`, copied asynchronously through pinned memory: a plain copy waits for the GPU."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -315,7 +315,7 @@ def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def as_ids(ids: object, name: str) -> torch.Tensor:
     """Return token ids (a tensor, an array or a list) as 1-D int64 on the CPU."""
     if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.ndim == 1 and ids.device.type == "cpu":
-        return ids  # as the ids of a rollout are, many times a step
+        return ids  # fast path: ids of a rollout, many times a step
     try:
         tensor = ids.detach() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):  # text, None, rows of unequal lengths
@@ -335,10 +335,10 @@ def split(
 ) -> list[list[Item]]:
     """Return the items in parts of at most `size` items and `num_tokens` tokens; 0 is no limit.
 
-    lengths   tokens of each item
-    padded    the model reads rows as long as the longest: a part of n items has n · (its longest) tokens
+    lengths   number of tokens of each item
+    padded    rows are padded to the longest: a part of n items has n · (its longest) tokens
 
-    What fits at once stays as it is. An item above the limit is a part of its own.
+    Items that fit together stay in one part, in their order. An item above the limit is a part of its own.
     """
     size = size or len(items)
     whole = len(items) * max(lengths, default=0) if padded else sum(lengths)
@@ -348,7 +348,7 @@ def split(
         parts = _of_like_lengths(lengths, size, num_tokens)
     else:
         bins = pack_sequences(list(lengths), max(num_tokens, *lengths))
-        # as even as can be, since the largest part is what needs memory
+        # make parts as even as possible, because the largest part determines the memory
         even = pack_sequences(list(lengths), max(-(-whole // len(bins)), *lengths))
         bins = even if len(even) == len(bins) else bins
         parts = [found[i : i + size] for found in bins for i in range(0, len(found), size)]
@@ -356,10 +356,10 @@ def split(
 
 
 def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list[list[int]]:
-    """Cut the longest first: neighbours are of like lengths, so little is padding, and a lack of memory shows at once."""
+    """Return parts of similar lengths, the longest first: this needs little padding, and out-of-memory shows at once."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     parts = _cut(order, lengths, size, num_tokens)
-    if num_tokens:  # as even as can be, since the largest part is what needs memory
+    if num_tokens:  # make parts as even as possible, because the largest part determines the memory
         with_padding = sum(len(part) * lengths[part[0]] for part in parts)
         even = _cut(order, lengths, size, -(-with_padding // len(parts)))
         parts = even if len(even) == len(parts) else parts
@@ -367,7 +367,7 @@ def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], size: int, num_tokens: int) -> list[list[int]]:
-    """Cut an order of falling lengths into parts, whose first item is their longest."""
+    """Return an order of falling lengths cut into parts. The first item of each part is its longest."""
     parts, start = [], 0
     while start < len(order):
         fitting = num_tokens // max(lengths[order[start]], 1) if num_tokens else size

@@ -1,4 +1,4 @@
-"""A digest of a dataset's rows, by which a run knows whether it goes on with those it began with."""
+"""A digest of a dataset's rows. A resumed run uses it to check that its rows are unchanged."""
 
 import dataclasses
 import hashlib
@@ -10,11 +10,11 @@ from typing import Any
 from strop import checksums
 
 CHUNK = 1000  # rows that are hashed in one call
-NUM_EXAMPLES = 8  # rows of a stream that are hashed beside its files, as they are after what maps them
+NUM_EXAMPLES = 8  # rows of a stream, after mapping, that are hashed together with its files
 
 
 def digest_rows(rows: Sequence[object]) -> str:
-    """Return a digest of all rows and their order; of prepared rows, of those they were made of."""
+    """Return a digest of all rows and their order; for prepared rows that of the original rows."""
     if (before := getattr(rows, "before", None)) is not None:
         return digest_rows(before)
     found = hashlib.sha256(b"%d" % len(rows))
@@ -32,7 +32,7 @@ def _examples(rows: Sequence[object]) -> Iterator[bytes]:
 
 
 def _readable(rows: Sequence[object], i: int) -> object:
-    """Return the row; None for a broken one, which is named when a step comes to it."""
+    """Return the row; None if it is broken. The error is raised when a step reaches it."""
     try:
         return rows[i]
     except (ValueError, TypeError):
@@ -45,7 +45,7 @@ def _chunks(rows: Sequence[object]) -> Iterator[bytes]:
 
 
 def _arrow(rows: Any) -> Iterator[bytes]:
-    """Yield the rows of a `datasets.Dataset` as Arrow writes them to a stream: no row becomes a Python object."""
+    """Yield the rows of a `datasets.Dataset` as bytes of Arrow's stream format, without making Python objects."""
     import pyarrow
 
     for table in rows.with_format("arrow").iter(CHUNK):
@@ -63,7 +63,7 @@ def _as_bytes(rows: list[object]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as marshal takes it; of a class that is not known only its name."""
+    """Return the value in a form that marshal accepts; for an unknown class only its name."""
     if hasattr(value, "tolist"):  # a tensor, an array, a number of NumPy's
         return [str(value.dtype), value.tolist()]
     if isinstance(value, Mapping):

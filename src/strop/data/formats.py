@@ -1,4 +1,4 @@
-"""Rows of data: where they come from, and which of TRL's formats they are in.
+"""Rows of data: their sources, and their formats, which are TRL's.
 
 | format              | standard                                        | conversational                            |
 |---------------------|-------------------------------------------------|-------------------------------------------|
@@ -7,9 +7,9 @@
 | `prompt_completion` | {"prompt": str, "completion": str}              | the same two with messages                |
 | `preference`        | {"prompt": str, "chosen": str, "rejected": str} | the same three with messages              |
 
-Messages are lists of {"role": …, "content": …}. A preference row may leave its prompt out: it is then what chosen and
-rejected have in common at their start. In place of a text stands, where there is no tokenizer, a list of token ids.
-Other columns stay: reward functions get them by name.
+Messages are lists of {"role": …, "content": …}. A preference row may omit its prompt, which is then the common beginning of
+chosen and rejected. Without a tokenizer, lists of token ids take the place of texts. Other columns stay: reward functions
+get them by name.
 """
 
 import glob
@@ -35,8 +35,8 @@ FORMATS = {
     "prompt_completion": '{"prompt", "completion"}',
     "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
 }
-MOST_AT_ONCE = 1000  # a dataset of so many rows is prepared before the first step: its mistakes show at once
-ROLES = (  # that common chat templates know
+MOST_AT_ONCE = 1000  # datasets up to this size are prepared before the first step, so errors show at once
+ROLES = (  # known to common chat templates
     "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation", "model", "tool_response",
 )  # fmt: skip
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "bing": "assistant"}
@@ -47,15 +47,15 @@ CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 class Prepared(list[Any]):
-    """Rows that went through an algorithm's `prepare` already.
+    """Rows that an algorithm's `prepare` has returned.
 
-    before   the rows as they were, for their digest; None for a part of them
+    before   the original rows, for their digest; None for a part of the rows
     """
 
     before: Sequence[Any] | None = None
 
     def take(self, indices: Sequence[int], following: Sequence[int] | None = None) -> list[Any]:
-        """Return these rows; the others are prepared too."""
+        """Return these rows. `following` is ignored, because all rows are prepared."""
         return [self[i] for i in indices]
 
 
@@ -63,7 +63,7 @@ PreparedRows = Prepared | PreparedAhead
 
 
 class CheckedRows(list[Any]):
-    """A list of rows that remembers what one pass over all of them found."""
+    """A list of rows with the facts that one pass over all of them found."""
 
     facts: RowFacts | None = None
 
@@ -77,17 +77,17 @@ def prepared(
     check: Callable[[Sequence[Json], str], None] | None = None,
     with_thread: bool = False,
 ) -> PreparedRows:
-    """Return the dataset's rows as `prepare` returns them; what went through here already stays as it is.
+    """Return the dataset's rows as `prepare` returns them. Prepared rows are returned as they are.
 
-    check         raises if a row's columns are wrong: called with all rows. Where it is given, large datasets are prepared
-                  in parts, when a step needs them; else all of a dataset's rows are prepared here, together
-    with_thread   such parts are prepared in a thread ahead of the step
+    check         called with all rows, raises if a row's columns are wrong. With it, large datasets are prepared in parts,
+                  when a step needs them; without it, all rows are prepared here
+    with_thread   prepare such parts in a thread ahead of the step
     """
     if isinstance(dataset, (Prepared, PreparedAhead)):
         return dataset
     if not isinstance(dataset, (str, Path)) and hasattr(dataset, "__len__") and not len(dataset):
         raise ValueError(f"{name} must have rows, found none")
-    # the rows of a file are checked in one pass here, where its name is known; `check` finds what that pass has noted
+    # check a file's rows here in one pass, where its name is known; `check` then uses the facts of that pass
     load = load_rows if not any_format and (name_of(dataset) or check is None) else read_rows
     rows = before = load(dataset)
     if isinstance(rows, Streamed) and rows.on_disk:
@@ -106,7 +106,7 @@ def prepared(
 def load_rows(
     source: object, *, split: str = "train", limit: int | None = None, seed: int = 0, stream: bool = False
 ) -> Sequence[Json]:
-    """Return the rows of a source, checked to be of one known format (of streamed ones the first); see `read_rows`."""
+    """Return the rows of a source, checked to have one known format (if streamed, only the first row). See `read_rows`."""
     rows = read_rows(source, split=split, limit=limit, seed=seed, stream=stream)
     check_rows(rows, where=name_of(source))
     return rows
@@ -121,8 +121,8 @@ def read_rows(
              "-" for JSONL on standard input; the name of one of strop's tasks; a `datasets.Dataset` or `DatasetDict`,
              a folder `save_to_disk` wrote, or the id of one on the Hub, with a config "owner/name:config"
     split    which part of a task, a DatasetDict or an id; a file is one part
-    limit    the first so many rows
-    seed     of a task's problems
+    limit    use only the first `limit` rows
+    seed     seed of a task's problems
     stream   leave the rows of JSONL files, Parquet files and Datasets on the disk until a step asks for them
     """
     rows = (_read_streamed if stream else _read)(source, split, limit, seed)
@@ -144,7 +144,7 @@ def is_sharegpt(row: Any) -> bool:
 
 
 def sharegpt_messages(row: Json) -> Json:
-    """Return a row of ShareGPT's format with `messages`, in its other columns as it was."""
+    """Return a row of ShareGPT's format with `messages` in place of `conversations`; other columns stay."""
     turns, others = row["conversations"], {name: value for name, value in row.items() if name != "conversations"}
     said = [] if not (system := others.pop("system", None)) else [{"role": "system", "content": system}]
     for i, turn in enumerate(turns):
@@ -169,7 +169,7 @@ def _with_messages(rows: Any) -> Sequence[Json]:
 
 
 def name_of(source: object) -> str:
-    """Return how errors name a source; "" for rows in memory."""
+    """Return a source's name in errors; "" for rows in memory."""
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
@@ -219,7 +219,7 @@ def _read(source: object, split: str, limit: int | None, seed: int) -> Any:
 
 
 def _rows_of_frame(frame: Any) -> list[Json]:
-    """Return the rows of a pandas DataFrame; what is missing in a row is null, and arrays are lists."""
+    """Return the rows of a pandas DataFrame. Missing values become None, arrays become lists."""
     present = frame.astype(object).where(frame.notna(), None)
     return [
         {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
@@ -332,7 +332,7 @@ def detect_format(row: Row, where: str = "the row") -> str:
 
 
 def _way_to_map(row: Row) -> str:
-    """Return the options that bring rows of Alpaca's kind, and questions with answers, into a known format."""
+    """Return, for an error, the options that convert Alpaca's rows, or questions with answers, to a known format."""
     if {"instruction", "output"} <= row.keys():
         text = "{instruction}\\n{input}" if "input" in row else "{instruction}"
         return f". Alpaca's columns: --map completion=output --template $'{text}' --chat"
@@ -342,7 +342,7 @@ def _way_to_map(row: Row) -> str:
 
 
 def _refuse_null(row: Row, where: str, names: Sequence[str] = CONTENT) -> None:
-    """Raise if a column is there and holds null, which is another mistake than no column."""
+    """Raise a TypeError if a column holds null, which is a different mistake than a missing column."""
     for name in names:
         if name in row and row[name] is None:
             raise TypeError(f"{where}[{name!r}] must be a text, a list of messages or token ids, found null")
@@ -375,9 +375,9 @@ def _message_text(message: Json) -> str:
 
 
 def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str = "", what: str = "") -> str:
-    """Return the one format, among those wanted, that every row has; raise and name the row if one has not.
+    """Return the wanted format that every row has; raise an error that names the first row without it.
 
-    Rows that stay on the disk are checked when they are read: here only the first.
+    Of rows that stay on the disk only the first is checked here; the others are checked when they are read.
     what   who wants these formats, for the error ("DPO")
     """
     facts: RowFacts | None = getattr(rows, "facts", None)
@@ -394,7 +394,7 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
 
 
 def facts_of(rows: Any, where: str = "") -> RowFacts:
-    """Check every row's columns in one pass, and return what was found; raise and name the row if one is wrong."""
+    """Check every row's columns in one pass and return the facts; raise an error that names the first wrong row."""
     facts = RowFacts(detect_format(rows[0], _name(where, 0)))
     counts: dict[tuple[str, ...], int] = {}
     contents: dict[tuple[str, ...], Sequence[str]] = {}
@@ -422,7 +422,7 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
 
 
 def _content_of(names: Sequence[str], wanted: str) -> Sequence[str]:
-    """Return which of a row's columns hold its content; none if a row without null is not in the wanted format."""
+    """Return the columns that hold a row's content; none if a row with these columns is not in the wanted format."""
     try:
         return [name for name in names if name in CONTENT] if detect_format(dict.fromkeys(names, "")) == wanted else ()
     except ValueError:
@@ -430,9 +430,9 @@ def _content_of(names: Sequence[str], wanted: str) -> Sequence[str]:
 
 
 def _is_usual(row: Json, content: Sequence[str]) -> bool:
-    """Return whether nothing is odd about the row: texts alone, or messages of known roles alone, and no equal pair.
+    """Return whether the row is usual: only texts, or only messages of known roles, and no equal pair.
 
-    Nearly all rows are; for the others, right or wrong, `facts_of` looks closer, which takes several times as long.
+    Nearly all rows are. `facts_of` checks the others, right or wrong, in detail, which takes several times as long.
     """
     kinds = set()
     for name in content:
@@ -448,7 +448,7 @@ def _is_usual(row: Json, content: Sequence[str]) -> bool:
 
 
 def is_equal_pair(row: Json) -> bool:
-    """Return whether the chosen completion of a pair is the rejected one: nothing can be learned from it."""
+    """Return whether a pair's chosen and rejected completions are equal: nothing can be learned from it."""
     return row.get("chosen") is not None and bool(row["chosen"] == row.get("rejected"))
 
 
@@ -460,7 +460,7 @@ def unknown_roles(row: Json) -> list[str]:
 
 
 def warn_of_odd_rows(facts: RowFacts, name: str) -> None:
-    """Warn once of rows that can be trained on, but hardly are what they were meant to be."""
+    """Warn once of rows that can be trained on but are probably mistakes."""
     if facts.num_equal:
         pairs = f"{facts.num_equal:,} {'pair has' if facts.num_equal == 1 else 'pairs have'}"
         warnings.warn(f"{name}: {pairs} the same completion as chosen and as rejected", stacklevel=4)
@@ -483,7 +483,7 @@ def column_counts(rows: Any) -> dict[str, int]:
 
 
 def _rows_to_check(rows: Any) -> Iterable[Json]:
-    """Iterate over the rows a check must look at: of a Dataset all, but only the columns with a format's content."""
+    """Return the rows that a check must see: for a Dataset all rows, but only the columns with a format's content."""
     if isinstance(rows, Streamed) and rows.on_disk:
         return [rows[0]]
     if not _is_dataset(rows):
@@ -496,7 +496,7 @@ def _rows_to_check(rows: Any) -> Iterable[Json]:
 
 
 def _also(found: str, wanted: Sequence[str]) -> str | None:
-    """Return the wanted format that the rows have too: one with a completion is also one with a prompt."""
+    """Return the wanted format that rows of the found format also satisfy: rows with a completion also have a prompt."""
     return "prompt_only" if "prompt_only" in wanted and found in ("prompt_completion", "preference") else None
 
 
@@ -528,7 +528,7 @@ def _kind(value: object, name: str) -> str:
 
 
 def with_prompt(row: Json) -> Json:
-    """Return a preference row with its prompt: given, or what chosen and rejected begin with alike."""
+    """Return a preference row with its prompt: its own, or the common beginning of chosen and rejected."""
     if row.get("prompt") is not None:
         return row
     chosen, rejected = row["chosen"], row["rejected"]

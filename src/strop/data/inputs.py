@@ -1,4 +1,4 @@
-"""What `train_step` is given, as rows of token ids without padding; and prompts, in every form a user has them.
+"""The inputs of `train_step` as rows of token ids without padding, and prompts from every form that users give.
 
 B rows; a row is a 1-D int64 tensor on the CPU.
 """
@@ -16,8 +16,8 @@ from strop.data.formats import check_rows
 from strop.data.tokenize import encode_prompt, row_named
 
 Ids = torch.Tensor
-Padding = tuple[int | None, Sequence[int]]  # the pad id, and those that end a text
-RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # what reward functions get from here
+Padding = tuple[int | None, Sequence[int]]  # the pad id, and the EOS ids
+RESERVED = ("prompt", "prompts", "completions", "completion_ids", "prompt_ids")  # arguments that strop itself passes
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> None:
@@ -26,7 +26,7 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> None:
 
 
 def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
-    """Return whether these are texts or conversations, which a tokenizer makes ids of. They have no padding to mask."""
+    """Return whether these are texts or conversations, which need a tokenizer. Raise if they come with a mask."""
     if not isinstance(rows, Sequence) or not len(rows):
         return False
     if isinstance(rows, str) or (is_conversation(rows) and "role" in rows[0]):
@@ -39,7 +39,7 @@ def is_written(rows: object, name: str, mask: Array | None = None) -> bool:
 
 
 def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
-    """Return the rows of a dataset from its columns, which must be of one length."""
+    """Return the rows of a dataset from its columns, which must have equal lengths."""
     (first, values), *others = columns.items()
     for name, other in others:
         if isinstance(other, str) or not hasattr(other, "__len__"):
@@ -50,7 +50,7 @@ def as_dicts(columns: Mapping[str, Texts]) -> list[Json]:
 
 
 def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
-    """Return the rows of a (B, T) tensor or a list of 1-D ones; with a mask (B, T) only what stands under its ones."""
+    """Return the rows of a (B, T) tensor or a list of 1-D ones. With a mask (B, T), keep only the ids where it is 1."""
     if isinstance(ids, np.ndarray):
         ids = torch.as_tensor(ids)
     if isinstance(ids, torch.Tensor) and ids.ndim != 2:
@@ -72,13 +72,13 @@ def as_rows(ids: object, name: str, mask: Any = None) -> list[Ids]:
 
 
 def prompt_rows(ids: object, name: str, mask: Array | None, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
-    """Return prompts or texts without padding: what the mask has 0 for, or what equals the pad id at the sides."""
+    """Return prompts or texts without padding: ids where the mask is 0 or, without a mask, pad ids at the sides."""
     rows = as_rows(ids, name, mask)
     return rows if mask is not None else [without_padding(row, pad_id, eos_ids) for row in rows]
 
 
 def completion_rows(ids: Array, name: str, num_rows: int, pad_id: int | None, eos_ids: Sequence[int]) -> list[Ids]:
-    """Return completions, one a prompt, each up to its first EOS."""
+    """Return completions, one per prompt, each up to its first EOS."""
     rows = as_rows(ids, name)
     if len(rows) != num_rows:
         raise ValueError(f"{name} must have {num_rows} rows as prompt has, found {len(rows)}")
@@ -96,7 +96,7 @@ def without_padding(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids
 
 
 def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
-    """Return a completion up to and with its first EOS; one without EOS up to the padding behind it."""
+    """Return a completion up to and including its first EOS; without an EOS, up to the padding after it."""
     ends = torch.isin(row, torch.tensor(list(eos_ids), dtype=row.dtype)).nonzero().flatten()
     if len(ends):
         return row[: int(ends[0]) + 1]
@@ -107,10 +107,10 @@ def until_eos(row: Ids, pad_id: int | None, eos_ids: Sequence[int]) -> Ids:
 
 
 def fit(prompt: Ids, completion: Ids, max_length: int | None, context: int | None, where: str) -> Ids:
-    """Return the completion as far as it fits behind its prompt; raise if not even the prompt fits.
+    """Return the completion, cut so that it fits after its prompt. Raise a ValueError if the prompt alone does not fit.
 
     max_length   the user's limit: completions are cut there
-    context      the model's: what is longer, with no limit from the user, is an error rather than cut in silence
+    context      the model's limit: without a max_length a longer sequence is an error, so that nothing is cut silently
     """
     limit = context if max_length is None else max_length if context is None else min(max_length, context)
     if limit is None:
@@ -139,10 +139,10 @@ def as_prompts(
     """Return a batch of prompts as trajectories without completions.
 
     prompts   ids (B, P) or lists of ids; with a tokenizer texts or conversations; or rows with a "prompt"
-    mask      (B, P), 0 at padding; without it padding of ids is what equals the pad id at their sides
-    padding   as `Policy.padding` gives it
-    columns   further columns for reward functions, each with one entry a prompt
-    name      of the batch or dataset in errors
+    mask      (B, P), 0 at padding; without it, pad ids at the sides of a row are padding
+    padding   the result of `Policy.padding`
+    columns   further columns for reward functions, each with one entry per prompt
+    name      name of the batch or dataset in errors
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer returns
         mask = prompts.get("attention_mask") if mask is None else mask
@@ -179,7 +179,7 @@ def as_prompts(
 def prompts_of_dataset(
     rows: Sequence[object], tokenizer: Tokenizer | None, padding: Padding, name: str, what: str
 ) -> list[Trajectory]:
-    """Return a dataset's prompts. A column that some rows lack is None there, whichever rows share a batch."""
+    """Return a dataset's prompts. A row that lacks a column has None there, in every batch."""
     check_rows(rows, ["prompt_only"], where=name, what=what)
     prompts = as_prompts(list(rows), tokenizer, padding, name=name)
     names = dict.fromkeys(column for prompt in prompts for column in prompt.row)
@@ -189,7 +189,7 @@ def prompts_of_dataset(
 
 
 def check_below(max_length: int | None, prompts: Sequence[Trajectory], name: str) -> None:
-    """Raise if a prompt fills max_length alone."""
+    """Raise a ValueError if a prompt alone fills max_length."""
     for i, prompt in enumerate(prompts):
         fit(prompt.ids_T, prompt.ids_T[:0], max_length, None, f"{name}[{i}]")
 

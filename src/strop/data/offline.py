@@ -1,4 +1,4 @@
-"""Rows of SFT, DPO, KTO and RewardModel as trajectories: a completion behind its prompt, or a pair of completions."""
+"""Rows of SFT, DPO, KTO and RewardModel as trajectories: prompt and completion, or a pair of them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ Pair = tuple[Trajectory, Trajectory]  # chosen, rejected; in OnlineDPO first and
 
 @dataclass
 class Limits:
-    """What every trajectory must keep to. Ids are arrays or tensors.
+    """The limits of every trajectory. Ids are arrays or tensors.
 
-    check_ids    raises if the model has no such token
+    check_ids    raises if an id is not in the model's vocabulary
     context      the most tokens the model reads; None is no limit
     max_length   the user's limit: completions are cut there; None cuts nothing
     """
@@ -31,10 +31,10 @@ class Limits:
     check_ids: Callable[[Ids, str], None]
     context: int | None
     max_length: int | None
-    _highest: int = -1  # the highest id that was checked: ids below it need no second look
+    _highest: int = -1  # the highest id checked so far: ids below it are valid
 
     def check(self, ids: Ids, where: str) -> None:
-        """Raise if the model has no such token."""
+        """Raise a ValueError if an id is not in the model's vocabulary."""
         if len(ids) and (ids.min() < 0 or ids.max() > self._highest):
             self.check_ids(ids, where)
             self._highest = int(ids.max())
@@ -42,7 +42,7 @@ class Limits:
     def trajectory(
         self, prompt: Ids, completion: Ids, where: str, loss_mask: LossMask | None = None, **known: Any
     ) -> Trajectory:
-        """Return the completion behind its prompt, cut to the limits."""
+        """Return prompt and completion as a trajectory, cut to the limits."""
         fitted = fit(prompt, completion, self.max_length, self.context, where)
         ids = np.concatenate([prompt, fitted])
         trained = np.ones(len(ids), dtype=bool)
@@ -55,7 +55,7 @@ class Limits:
         self, prompt: Ids, chosen: Ids, rejected: Ids, where: str,
         loss_masks: tuple[LossMask | None, LossMask | None] = (None, None),
     ) -> Pair:  # fmt: skip
-        """Return both completions behind their prompt; raise if one of the three is empty or too long."""
+        """Return a trajectory for each completion of the prompt; raise if prompt or a completion is empty or too long."""
         if not len(prompt):
             raise ValueError(f"{where}: the prompt must have at least one token, found none")
         self.check(prompt, f"{where}: the prompt")
@@ -69,7 +69,7 @@ class Limits:
 
 
 def as_array(ids: Sequence[int]) -> Any:
-    """Return the ids as an int64 array, which is made faster than a tensor and serves as one here."""
+    """Return the ids as an int64 array: it is faster to make than a tensor and serves the same here."""
     return np.array(ids, dtype=np.int64)
 
 
@@ -91,7 +91,7 @@ def pairs_of_columns(
     padding: Padding,
     limits: Limits,
 ) -> list[Pair]:
-    """Return the pairs of what `train_step` is given: ids, or with a tokenizer texts or conversations."""
+    """Return the pairs from the arguments of `train_step`: ids, or with a tokenizer texts or conversations."""
     if is_written(prompt, "prompt", prompt_mask):
         rows = as_dicts({"prompt": prompt, "chosen": chosen, "rejected": rejected})
         check_rows(rows, ["preference"], where="pairs", what="train_step")
@@ -111,7 +111,7 @@ def as_label(label: object, where: str) -> bool:
 
 
 def unpaired_rows(dataset: object) -> Any:
-    """Return the dataset; one of pairs as labelled completions, twice as many: chosen with true, rejected with false."""
+    """Return the dataset. Turn each pair into two labelled completions: chosen with true, rejected with false."""
     if isinstance(dataset, (Prepared, PreparedAhead)) or not len(rows := load_rows(dataset)):
         return dataset
     if detect_format(rows[0]) != "preference":
@@ -134,5 +134,5 @@ def unpaired_rows(dataset: object) -> Any:
 
 
 def num_tokens_of(pairs: Sequence[Pair]) -> list[int]:
-    """Return the tokens of both completions of each pair, with their prompts."""
+    """Return the number of tokens of each pair: both completions, each with its prompt."""
     return [len(chosen) + len(rejected) for chosen, rejected in pairs]

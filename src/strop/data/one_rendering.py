@@ -1,30 +1,30 @@
-"""Conversations rendered once: with a mark before each message, where the chat template allows it.
+"""Rendering of a conversation in one call, with a mark before each message, if the chat template allows it.
 
-Where the assistant's turns begin in a conversation's text is found by rendering the messages before each turn too. Many
-templates write one message after the other, and what they write of a message depends on it, on the messages before it and on
-the options alone. Of these the text before a turn is the beginning of the conversation's text, and one rendering is enough. A
-template's source says whether it is of this kind; for all others, and for rows with tools or options of their template,
-`templates.pieces` renders each beginning.
+In general the start of an assistant's turn in the text is found by also rendering the messages before it. But many templates
+write messages in order, and the text of a message depends only on it, on earlier messages and on the options. With these
+templates the text before a turn is a prefix of the conversation's text, so one rendering is enough. The template's source
+shows whether it is of this kind. For other templates, and for rows with tools or template options, `templates.pieces`
+renders each prefix.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MARK = "\ue123"  # of the private use area: no template writes it
+MARK = "\ue123"  # in the private use area: no template writes it
 PLAIN = {"role", "content"}
 
 
 class MarkedTemplate(NamedTuple):
-    """A compiled template that writes MARK before each message and behind the last; and the opening of a turn."""
+    """A compiled template that writes MARK before each message and after the last, and the opening of a turn."""
 
     compiled: Any
     special_tokens: Mapping[str, str]
     opening: str
 
     def pieces(self, messages: Sequence[Mapping[str, object]], first: int) -> list[str] | None:
-        """Return the text, cut where the assistant's turns begin, from that of messages[first] on; None where the messages
-        need more than one rendering, or where a turn does not begin with the template's opening."""
+        """Return the text cut at the starts of the assistant's turns, from messages[first] on. Return None if the messages
+        need several renderings, or if a turn does not begin with the template's opening."""
         if not all(_is_plain(message) for message in messages):
             return None
         parts = _marked(self.compiled, messages, self.special_tokens).split(MARK)
@@ -50,7 +50,7 @@ def marked_template(tokenizer: Any) -> MarkedTemplate | None:
 
 
 def is_of_transformers(tokenizer: object, name: str) -> bool:
-    """Return whether the tokenizer's method of this name is the one that all tokenizers of transformers share."""
+    """Return whether the tokenizer's method of this name is transformers' own and not overridden."""
     method = getattr(type(tokenizer), name, None)
     return getattr(method, "__module__", "") in (
         "transformers.tokenization_utils_base",
@@ -80,9 +80,9 @@ def _compiled(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Mar
         probe = [{"role": "user", "content": "?"}]
         texts = [_marked(compiled, probe, dict(special_tokens), add_generation_prompt=opens) for opens in (False, True)]
         openings = [text.rpartition(MARK)[2] for text in texts]
-    except TemplateError:  # one that refuses the probe, for example
+    except TemplateError:  # for example a template that refuses the probe
         return None
-    if openings[0] or MARK in template:  # what stands behind the last message would stand before the opening too
+    if openings[0] or MARK in template:  # text after the last message would also come before the opening
         return None
     return MarkedTemplate(compiled, dict(special_tokens), openings[1])
 
@@ -103,8 +103,8 @@ def _is_plain(message: object) -> bool:
 def _writes_one_after_another(tree: Any) -> bool:
     """Return whether the template is one loop over the messages, in which no message sees a later one.
 
-    Before the loop and in it nothing may depend on how many messages there are, nor on whether a turn is to be opened; behind
-    it there is the opening alone, which depends on no message.
+    Before and in the loop nothing may depend on the number of messages or on add_generation_prompt. After the loop only the
+    opening may follow, which depends on no message.
     """
     from jinja2 import nodes
 

@@ -1,6 +1,7 @@
-"""Rows that are made when somebody asks for them: parsed from the bytes of JSONL files, in memory or on the disk.
+"""Lazy rows: parsed on access from the bytes of JSONL files, in memory or on the disk.
 
-Where the lines of a file begin is found in one pass, and kept in 8 bytes a row. A `datasets.Dataset` is on the disk already.
+One pass over a file finds the offsets of its lines and stores them in 8 bytes per row. A `datasets.Dataset` is on the disk
+already.
 """
 
 import codecs
@@ -16,12 +17,12 @@ from strop.data.files import jsonl_row
 
 @dataclass
 class RowFacts:
-    """What one pass over all rows found.
+    """The facts that one pass over all rows found.
 
-    format          of every row
-    column_counts   how many rows have each column
-    odd_roles       roles that no chat template is known to use, and how many messages have each
-    num_equal       pairs whose chosen and rejected completions are the same
+    format          the format of all rows
+    column_counts   column → number of rows that have it
+    odd_roles       role that no known chat template uses → number of messages that have it
+    num_equal       number of pairs whose chosen and rejected completions are equal
     """
 
     format: str
@@ -31,12 +32,12 @@ class RowFacts:
 
 
 class Streamed(Sequence[Any]):
-    """So many rows, each made when it is asked for and then forgotten.
+    """A sequence of `num_rows` rows, each made on access and not stored.
 
-    on_disk   a row is checked when it is read, not before the first step
-    place     says where row i stands, such as "line 8", for errors
-    files     what they are read from, where it is files
-    facts     what a pass over all rows found; None before one
+    on_disk   rows are checked when they are read, not before the first step
+    place     returns the place of row i, such as "line 8", for errors
+    files     the files that the rows are read from, if any
+    facts     the facts that a pass over all rows found; None before that pass
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Streamed(Sequence[Any]):
 
 
 def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
-    """Return the rows of a JSONL file; a broken line is named when it is read. Empty lines are passed over.
+    """Return the rows of a JSONL file, without empty lines. Reading a broken line raises an error that names it.
 
     on_disk   leave the file's bytes on the disk; else they are kept in memory
     """
@@ -101,17 +102,17 @@ def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
     size = at
 
     def from_disk(i: int) -> object:
-        with open(path, "rb") as file:  # each time: a process that is forked must not share a position in the file
+        with open(path, "rb") as file:  # opened each time, because forked processes would share a file position
             if os.fstat(file.fileno()).st_size != size:
                 raise ValueError(f"{path} must stay as it is while it is streamed, found that it has changed")
             file.seek(begins[i])
             return jsonl_row(file.readline(), f"{path}, row {i}")
 
     def from_memory(i: int) -> object:
-        line = data[begins[i] : begins[i + 1] if i + 1 < len(begins) else None]  # and empty lines behind it
+        line = data[begins[i] : begins[i + 1] if i + 1 < len(begins) else None]  # and empty lines after it
         try:
             return jsonl_row(line, str(path))
-        except ValueError:  # the number of a line takes long to find
+        except ValueError:  # finding the line's number takes long, so only on errors
             return jsonl_row(line, f"{path}, {line_of(i)}")
 
     def line_of(i: int) -> str:
@@ -124,7 +125,7 @@ def read_lines(path: str | os.PathLike[str], *, on_disk: bool) -> Streamed:
 
 
 def read_files(paths: Sequence[str | os.PathLike[str]], *, on_disk: bool) -> Streamed:
-    """Return the rows of JSONL files, one file after the other; see `read_lines`."""
+    """Return the rows of several JSONL files in order; see `read_lines`."""
     parts = [read_lines(path, on_disk=on_disk) for path in paths]
     if len(parts) == 1:
         return parts[0]
@@ -134,7 +135,7 @@ def read_files(paths: Sequence[str | os.PathLike[str]], *, on_disk: bool) -> Str
         ends.append(total)
 
     def found(i: int) -> tuple[int, int]:
-        """Return the number of the file that has row i, and the row's number in it."""
+        """Return the index of the file that has row i, and the row's index in it."""
         k = next(k for k, end in enumerate(ends) if i < end)
         return k, i - ends[k] + len(parts[k])
 

@@ -1,7 +1,7 @@
-"""Chat templates as text: a conversation cut where the assistant's turns begin, and what a template writes between turns.
+"""Text of chat templates: a conversation cut at the starts of the assistant's turns, and the text between turns.
 
-A conversation's ids are put together from pieces that are encoded apart, one from the beginning of an assistant's turn to
-the beginning of the next: so the boundary lies in training where it lies when the model generates.
+The pieces of a conversation are tokenised separately and their ids are concatenated. A piece extends from the start of one
+assistant's turn to the start of the next. So the token boundary in training is the same as in generation.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from strop._types import Row, Tokenizer
 from strop.data.one_rendering import is_of_transformers, marked_template
 
 Message = Row
-OPTIONS = ("tools", "documents", "chat_template_kwargs")  # columns of a row that the template gets
-SPOKEN = "§"  # stands for what the assistant says, once or more: what no template and no message has
+OPTIONS = ("tools", "documents", "chat_template_kwargs")  # columns of a row that are passed to the template
+SPOKEN = "§"  # placeholder for an assistant's words, repeated until no text contains it
 
 GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
@@ -31,14 +31,14 @@ def render(messages: Sequence[Message], tokenizer: Any, row: Row | None = None, 
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None) -> str:
-    """Return the prompt's text: up to where the assistant speaks, or into its last message if that is begun."""
+    """Return the prompt's text with the opening of the assistant's turn, or with the beginning of its unfinished turn."""
     if messages and messages[-1]["role"] == "assistant":
         return render(messages, tokenizer, row, continue_final_message=True)
     return render(messages, tokenizer, row, add_generation_prompt=True)
 
 
 def following(before: str, whole: str, what: str = "the conversation it opens") -> str:
-    """Return what stands behind `before` in `whole`; raise if it does not begin so."""
+    """Return the rest of `whole` after `before`. Raise a ValueError if `whole` does not begin with `before`."""
     if whole.startswith(before):
         return whole[len(before) :]
     at = num_shared(before, whole)
@@ -48,7 +48,7 @@ def following(before: str, whole: str, what: str = "the conversation it opens") 
 
 
 def num_shared(*texts: str) -> int:
-    """Return how many characters all of the texts begin with."""
+    """Return the length of the texts' common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda found: len(set(found)) == 1, zip(*texts, strict=False)))
 
 
@@ -56,14 +56,14 @@ class Piece(NamedTuple):
     """A turn of the assistant, and the text from its end to the next turn of the assistant."""
 
     text: str
-    rest: str | None = None  # None: `text` has both, and the tokens in it say where the turn ends
+    rest: str | None = None  # None: `text` has both, and its tokens show where the turn ends
 
 
 def pieces(
     messages: Sequence[Message], first: int, tokenizer: Tokenizer | None, row: Row | None = None
 ) -> tuple[str, list[Piece]]:
-    """Return the conversation's text cut where the assistant's turns begin, from that of messages[first] on: what stands
-    before these turns, and the turns."""
+    """Return the conversation's text cut at the starts of the assistant's turns from messages[first] on: the text before
+    the first of these turns, and the turns."""
     opening, turns = _cut(messages, first, tokenizer, row)
     speakers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     texts = (
@@ -103,10 +103,10 @@ def _cut(
 
 
 def _turn_start(messages: Sequence[Message], i: int, whole: str, tokenizer: Tokenizer | None, row: Row | None) -> int:
-    """Return where in the conversation's text the turn messages[i] begins: behind its prompt.
+    """Return the index in the conversation's text at which the turn messages[i] begins, right after its prompt.
 
-    Some prompts open more than the conversation has, such as `<think>`. There the turn begins where the two part, which
-    the same conversation with other words in this turn shows too.
+    Some prompts open more than the conversation contains, such as `<think>`. Then the turn begins where three texts diverge:
+    the prompt, the conversation, and the conversation with other words in this turn.
     """
     prompt = render(messages[:i], tokenizer, row, add_generation_prompt=True)
     if whole.startswith(prompt):
@@ -120,7 +120,7 @@ def _turn_start(messages: Sequence[Message], i: int, whole: str, tokenizer: Toke
 
 
 def opened_beyond(tokenizer: Tokenizer | None) -> str:
-    """Return what a prompt opens for a model that generates, and a conversation does not have: of many models `<think>`."""
+    """Return what the generation prompt opens beyond a conversation's text, such as `<think>`."""
     user, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}
     prompt, whole = render_prompt([user], tokenizer), render([user, said], tokenizer)
     return prompt[num_shared(prompt, whole) :]
@@ -129,10 +129,10 @@ def opened_beyond(tokenizer: Tokenizer | None) -> str:
 def generation_spans(
     messages: Sequence[Message], tokenizer: Any, row: Row | None = None
 ) -> tuple[str, list[tuple[int, int]]] | None:
-    """Return the conversation's text, and from where to where it is the assistant's by the template's own marks,
-    `{% generation %}`; None where the template has no such marks.
+    """Return the conversation's text and the (start, end) of each of the assistant's parts by the template's own marks,
+    `{% generation %}`; None if the template has none.
 
-    Marks around blanks behind the token that ends a turn do not count: generation stops at that token.
+    Marks around blanks after the token that ends a turn are ignored, because generation stops at that token.
     """
     if not is_of_transformers(tokenizer, "apply_chat_template") or not isinstance(tokenizer.chat_template, str):
         return None
@@ -164,7 +164,7 @@ def between(
     """Return the text between an assistant's answer to `before` and its next turn: the end of its turn, the new messages,
     and the opening of the next. Without new messages only the end of its turn."""
     texts = "".join(str(message) for message in (*before, *new))
-    spoken = next(mark for n in itertools.count(1) if (mark := SPOKEN * n) not in texts)  # people write of §§ too
+    spoken = next(mark for n in itertools.count(1) if (mark := SPOKEN * n) not in texts)  # a text may contain § itself
     said = {"role": "assistant", "content": spoken}
     whole = render([*before, said, *new], tokenizer, row, add_generation_prompt=bool(new))
     if whole.count(spoken) != 1:
@@ -174,7 +174,7 @@ def between(
 
 
 def check_writes(message: Message, tokenizer: Tokenizer | None, row: Row | None = None) -> None:
-    """Raise if the template has no words for such a message behind a turn of the assistant's, or leaves it out."""
+    """Raise a ValueError if the template fails on such a message after an assistant's turn, or leaves it out."""
     why = "is left out"
     try:
         if message["content"] in between([{"role": "user", "content": "?"}], [message], tokenizer, row):
@@ -190,7 +190,7 @@ def check_writes(message: Message, tokenizer: Tokenizer | None, row: Row | None 
 def check_append_only(
     before: Sequence[Message], new: Sequence[Message], tokenizer: Tokenizer | None, row: Row | None = None
 ) -> None:
-    """Raise if earlier turns look otherwise once the conversation goes on: tried with plain words, and with thinking."""
+    """Raise a ValueError if later messages change how earlier turns are rendered, tried with plain words and thinking."""
     for says, what in (
         (SPOKEN, "earlier turns"),
         (f"<think>\n{SPOKEN}\n</think>\n\n{SPOKEN}", "an earlier turn's thinking"),
@@ -198,7 +198,7 @@ def check_append_only(
         begun = [*before, {"role": "assistant", "content": says}]
         shorter, longer = (render(some, tokenizer, row) for some in (begun, [*begun, *new]))
         opened = render_prompt(before, tokenizer, row)
-        shorter = shorter[: shorter.rindex(SPOKEN) + 1]  # some put an EOS behind a conversation's last turn
+        shorter = shorter[: shorter.rindex(SPOKEN) + 1]  # some put an EOS after a conversation's last turn
         for was in (shorter, opened):
             if longer.startswith(was):
                 continue

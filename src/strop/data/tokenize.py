@@ -1,13 +1,14 @@
 """Token ids of rows: chat templates, the boundary of prompt and completion, EOS.
 
-A prompt and its completion are tokenised once and apart, and their ids are put together, never their texts: so the
-boundary lies in training where it lies when the model generates.
+A prompt and its completion are tokenised separately, and their ids are concatenated, never their texts. So the token
+boundary in training is the same as in generation.
 
 A tokenizer is Hugging Face's, or anything with encode(text) -> ids, decode(ids) -> text, eos_token_id, pad_token_id.
-Conversations need one with a chat template. Without a tokenizer rows hold token ids, which pass through.
+Conversations need one with a chat template. Without a tokenizer, rows hold token ids, which are used unchanged.
 
-A function whose name ends in `_steps` encodes one row: it yields the texts it needs and is sent their ids. `encode_all` runs
-those of many rows side by side and encodes the texts of all in one call, which is several times faster than one by one.
+A function whose name ends in `_steps` is a generator that encodes one row: it yields texts and is sent their ids.
+`encode_all` runs the generators of many rows together and encodes all their texts in one call, which is several times
+faster than one call per text.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Text(NamedTuple):
-    """A text to encode; `special_tokens`: with those the tokenizer puts before a text (BOS)."""
+    """A text to encode. special_tokens   add the tokens that the tokenizer puts before a text (BOS)"""
 
     text: str
     special_tokens: bool = False
@@ -40,7 +41,7 @@ Steps = Generator[list[Text], list[Ids], Result]
 
 
 class Encoder:
-    """A tokenizer, and what is asked of it for every row: computed once for all rows of a call."""
+    """A tokenizer with the properties that every row needs, computed once for all rows of a call."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
@@ -51,7 +52,7 @@ class Encoder:
 
     @functools.cached_property
     def end(self) -> str:
-        """What the chat template writes behind the assistant's last words: of some nothing."""
+        """The text that the chat template writes after the assistant's last words; empty for some templates."""
         return templates.between([{"role": "user", "content": "?"}], [], self.tokenizer).strip()
 
     @functools.cached_property
@@ -63,27 +64,27 @@ class Encoder:
 
 
 def encode_prompt(prompt: object, tokenizer: Tokenizer | None = None, row: Row | None = None) -> Ids:
-    """Return the ids of a prompt a model is to go on from: text, messages (with the template's opening of the assistant's
-    turn) or ids."""
+    """Return the ids of a prompt for generation: a text, messages (with the template's opening of the assistant's turn)
+    or ids."""
     return _encode_one(_prompt_steps(prompt, Encoder(tokenizer), row), tokenizer)
 
 
 def encode_row(row: Row, tokenizer: Tokenizer | None = None, assistant_only: bool = True) -> tuple[Ids, Ids, LossMask]:
-    """Return (prompt_ids, completion_ids, which of these are trained on) of a row to imitate; of a plain text or of
-    `messages` the prompt is empty.
+    """Return (prompt_ids, completion_ids, the completion's loss mask) of an SFT row. For a plain text or `messages` the
+    prompt is empty.
 
-    assistant_only   of conversations the assistant's turns are trained on; else every token
+    assistant_only   in conversations only the assistant's turns are in the loss; else every token
     """
     return _encode_one(_row_steps(row, Encoder(tokenizer), assistant_only), tokenizer)
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer | None = None) -> tuple[Ids, Line, Line]:
-    """Return the prompt's ids, and of chosen and rejected the ids and which of them are trained on."""
+    """Return the prompt's ids, and (ids, loss mask) of chosen and of rejected."""
     return _encode_one(_preference_steps(row, Encoder(tokenizer)), tokenizer)
 
 
 def encode_prompts(rows: Iterable[tuple[object, Row | None]], tokenizer: Tokenizer, name: str) -> list[Ids]:
-    """Return the ids of many prompts, each with the row it is from; errors call them name[0] and so on."""
+    """Return the ids of many prompts, each given with its row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_prompt_steps(prompt, encoder, row) for prompt, row in rows], tokenizer, name)
 
@@ -91,18 +92,18 @@ def encode_prompts(rows: Iterable[tuple[object, Row | None]], tokenizer: Tokeniz
 def encode_rows(
     rows: Sequence[Row], tokenizer: Tokenizer, name: str, assistant_only: bool = True
 ) -> list[tuple[Ids, Ids, LossMask]]:
-    """Return what `encode_row` returns of each row; errors call them name[0] and so on."""
+    """Return the result of `encode_row` for each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_row_steps(row, encoder, assistant_only) for row in rows], tokenizer, name)
 
 
 def encode_preferences(rows: Sequence[Row], tokenizer: Tokenizer | None, name: str) -> list[tuple[Ids, Line, Line]]:
-    """Return what `encode_preference` returns of each row; errors call them name[0] and so on."""
+    """Return the result of `encode_preference` for each row; errors call them name[0] and so on."""
     encoder = Encoder(tokenizer)
     return encode_all([_preference_steps(row, encoder) for row in rows], tokenizer, name)
 
 
-# ---- one row: yields texts, is sent their ids ----
+# ---- one row: generators that yield texts and are sent their ids ----
 
 
 def _prompt_steps(prompt: object, encoder: Encoder, row: Row | None) -> Steps[Ids]:
@@ -118,10 +119,10 @@ def _prompt_steps(prompt: object, encoder: Encoder, row: Row | None) -> Steps[Id
 def _pair_steps(
     prompt: object, completion: object, encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
-    """Return the ids of a prompt, and of what follows it the ids and which of them are trained on.
+    """Return the ids of a prompt, and the ids and loss mask of its completion.
 
-    A text ends with EOS. A conversation's completion is what the template renders beyond the prompt, up to and with the
-    token that ends the turn; EOS is added only where the template ends it with nothing. Ids are taken as they are.
+    A text ends with EOS. A conversation's completion is the template's text after the prompt, up to and including the token
+    that ends the turn; EOS is added only if the template writes nothing there. Ids are used unchanged.
     """
     if is_conversation(prompt) and is_conversation(completion):
         return (yield from _conversation_steps(prompt, completion, encoder, row))
@@ -137,9 +138,9 @@ def _pair_steps(
 def _conversation_steps(
     prompt: Sequence[Row], completion: Sequence[Row], encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
-    """Return the prompt's ids, and of the completion's messages the ids and which of them are trained on."""
+    """Return the prompt's ids, and the ids and loss mask of the completion's messages."""
     first, messages = len(prompt), [*prompt, *completion]
-    begun = prompt[-1]["role"] == "assistant"  # in the prompt: one message for the template
+    begun = prompt[-1]["role"] == "assistant"  # the prompt has begun the turn: join both to one message
     if begun:
         joined = {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}
         first, messages = first - 1, [*prompt[:-1], joined, *completion[1:]]
@@ -180,7 +181,7 @@ def _preference_steps(row: Row, encoder: Encoder) -> Steps[tuple[Ids, Line, Line
     for (prompt_ids, ids, loss_mask), name in zip(pairs, ("chosen", "rejected"), strict=True):
         if prompt_ids[: len(shared)] != shared:
             raise ValueError(f"the chat template must open chosen and rejected alike, found another prompt for {name}")
-        more = prompt_ids[len(shared) :]  # opened for one of them, such as <think>: read, not trained on
+        more = prompt_ids[len(shared) :]  # opened for only one of them, such as <think>: not in the loss
         lines.append((more + ids, [False] * len(more) + loss_mask))
     return shared, lines[0], lines[1]
 
@@ -204,10 +205,10 @@ def _check_spoken(parts: Sequence[templates.Piece], messages: Sequence[Row], nam
 def _turns_steps(
     before: str, parts: Sequence[templates.Piece], messages: Sequence[Row], encoder: Encoder, row: Row | None
 ) -> Steps[tuple[Ids, Ids, LossMask]]:
-    """Return the ids of the text `before`, those of the pieces behind it, and which of these are trained on.
+    """Return the ids of the text `before`, the ids of the pieces after it, and the pieces' loss mask.
 
-    Each piece begins with a turn of the assistant: its tokens up to the one that ends it are trained on, what follows is not.
-    Generation ends there, so behind the assistant's last word nothing is left.
+    Each piece begins with a turn of the assistant. Its tokens up to the one that ends the turn are in the loss, the rest is
+    not. Generation ends at that token, so nothing follows it in the assistant's last turn.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(parts) :]
     ids: Ids = []
@@ -235,9 +236,11 @@ def _turns_steps(
 
 
 def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
-    """Return how many tokens are the assistant's where none of them ends its turn: those that stand there too when nothing
-    follows (`said`, of the text `alone`), and a special token behind them, as the one that opens the next turn ends this
-    one."""
+    """Return the number of the assistant's tokens if no known token ends its turn.
+
+    These are the tokens that are the same if nothing follows (`said`, the ids of the text `alone`), and a special token
+    after them: the token that opens the next turn also ends this one.
+    """
     assert encoder.tokenizer is not None  # it has rendered the conversation
     special = encoder.special
     same = next((n for n, (a, b) in enumerate(zip(ids, said, strict=False)) if a != b), min(len(ids), len(said)))
@@ -251,8 +254,8 @@ def _num_spoken(ids: Ids, said: Ids, alone: str, encoder: Encoder) -> int:
 
 
 def turn_ends(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end a turn: EOS, and the last of the special tokens that the chat template puts right behind an
-    assistant's words, whether the conversation goes on or not."""
+    """Return the ids that end a turn: EOS, and the last of the special tokens that the chat template writes right after an
+    assistant's words, whether or not the conversation continues."""
     user = {"role": "user", "content": "?"}
     alone, special = templates.between([user], [], tokenizer), special_ids(tokenizer)
     with contextlib.suppress(Exception):  # a template may refuse to go on
@@ -270,13 +273,13 @@ def _all_count(ids: Ids) -> Line:
 
 
 def needs_tokenizer(row: Row) -> bool:
-    """Return whether anything of the row to be encoded is text."""
+    """Return whether the row has text to encode."""
     return any(isinstance(row.get(name), str) or is_conversation(row.get(name)) for name in CONTENT)
 
 
 @contextlib.contextmanager
 def row_named(name: str) -> Iterator[None]:
-    """Name the row in any error that a tokenizer or a chat template raises within."""
+    """Add the row's name to any error that a tokenizer or a chat template raises."""
     try:
         yield
     except Exception as error:  # of many kinds: ours, jinja's, and tokenizers', which has no class for its own
@@ -288,7 +291,7 @@ def row_named(name: str) -> Iterator[None]:
 
 
 def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer | None, name: str) -> list[Result]:
-    """Return the results of the rows; a row that fails is named as name[its number]."""
+    """Return the results of the rows; the error of row i names it name[i]."""
     results: dict[int, Result] = {}
     answers: dict[int, list[Ids] | None] = dict.fromkeys(range(len(rows)))
     while answers:
@@ -304,7 +307,7 @@ def encode_all(rows: Sequence[Steps[Result]], tokenizer: Tokenizer | None, name:
 
 
 def _answers(asked: Mapping[int, list[Text]], tokenizer: Tokenizer | None, name: str) -> dict[int, list[Ids] | None]:
-    """Return the ids of the texts that each row asks for."""
+    """Return the ids of the texts that each row has yielded."""
     plain = [one.text for texts in asked.values() for one in texts if not one.special_tokens]
     encode = fast_encoding(tokenizer)
     if encode is None:
@@ -336,8 +339,8 @@ def _encode_one(steps: Steps[Result], tokenizer: Tokenizer | None) -> Result:
 
 
 def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list[Ids]] | None:
-    """Return a function that encodes many texts at once, as encode(text, add_special_tokens=False) does each; None where
-    the tokenizer is not known to have one."""
+    """Return a function that encodes many texts at once, equal to encode(text, add_special_tokens=False) for each. Return
+    None if the tokenizer is not known to have one."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = getattr(backend, "encode_batch_fast", None)
     own = ("encode", "_encode_plus", "_batch_encode_plus", "__call__", "encode_batch")  # a subclass may do otherwise
@@ -352,7 +355,7 @@ def fast_encoding(tokenizer: Tokenizer | None) -> Callable[[Sequence[str]], list
 
 
 def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = False) -> Ids:
-    """Return the ids of a text; `special_tokens`: with those a tokenizer puts before it (BOS), not those behind it."""
+    """Return the ids of a text. With `special_tokens` add those that the tokenizer puts before it (BOS), not after it."""
     if tokenizer is None:
         found = f"found {text[:40]!r} and none"
         raise ValueError(f"text needs a tokenizer, {found}: pass tokenizer=, or token ids for text")
@@ -363,7 +366,7 @@ def encode_text(text: str, tokenizer: Tokenizer | None, special_tokens: bool = F
         return ids
     wrapped = _as_ids(tokenizer.encode(text, add_special_tokens=True))
     if not ids:
-        return wrapped[:1]  # of an empty text the BOS
+        return wrapped[:1]  # an empty text has only BOS
     num_before = next((n for n in range(len(wrapped) - len(ids) + 1) if wrapped[n : n + len(ids)] == ids), None)
     return wrapped if num_before is None else wrapped[: num_before + len(ids)]
 
@@ -375,7 +378,7 @@ def _takes_special_tokens(encode: Callable[..., object]) -> bool:
 
 
 def is_thread_safe(tokenizer: Tokenizer | None) -> bool:
-    """Return whether two threads may use the tokenizer at once: known of transformers' fast ones, and where there is none."""
+    """Return whether the tokenizer is thread-safe. True for transformers' fast tokenizers and for None."""
     return tokenizer is None or getattr(tokenizer, "is_fast", False) is True
 
 

@@ -1,4 +1,4 @@
-"""Conversations of more than one turn: a model with tools, in a game, with a partner that answers.
+"""Conversations of several turns: a model with tools, in a game, or with a partner that answers.
 
 class GuessANumber(Environment):
     def reset(self, row): …                 # what the model reads first

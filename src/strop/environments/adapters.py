@@ -33,7 +33,7 @@ class Seeded(Environment):
 
 
 class Gymnasium(Seeded):
-    """A game of gymnasium as text; a subclass names it. The last word of a reply that is in `actions` is the action."""
+    """A game of gymnasium as text; a subclass names it. A reply's last word that is in `actions` is the action."""
 
     game: ClassVar[str]
     actions: ClassVar[dict[str, int]]
@@ -84,7 +84,7 @@ class Blackjack(Gymnasium):
 
 
 def textarena_game(name: str, **options: Any) -> type[Seeded]:
-    """Return an environment of a textarena game for one player. The reward is the game's and comes at its end."""
+    """Return an environment of a textarena game for one player. The game's reward comes at its end."""
 
     class Game(Seeded):
         def reset(self, row: Row) -> str:
@@ -101,7 +101,7 @@ def textarena_game(name: str, **options: Any) -> type[Seeded]:
                 return Turn(reward=float(rewards[0]), done=True, info={"invalid": int(invalid)})
             _, seen = self.env.get_observation()
             new, self.seen = seen.removeprefix(self.seen), seen
-            return Turn(new.partition(reply)[2] if reply and reply in new else new)  # not what the model said itself
+            return Turn(new.partition(reply)[2] if reply and reply in new else new)  # leave out the model's own words
 
     Game.__name__ = Game.__qualname__ = re.sub(r"\W", "_", name)
     return Game

@@ -16,8 +16,8 @@ from strop._types import Row
 class Turn:
     """An environment's answer to a reply.
 
-    messages   what the model reads next: messages, a text, or without a tokenizer token ids. With a chat template a text
-               becomes a user message.
+    messages   messages or a text that the model reads next, or token ids without a tokenizer. With a chat template a
+               text becomes a user message.
     reward     the reward of this reply
     done       the trajectory ends here; the messages are not read
     info       numbers, summed over a trajectory; their means are the metrics environment/NAME
@@ -43,7 +43,7 @@ class Environment:
     For `strop train --environment` it may also have `rows(split, limit)` and a `tokenizer`, as tasks do.
 
     tools            schemas for the chat template; None: no tools
-    special_tokens   whether replies show special tokens as text
+    special_tokens   True if replies show special tokens as text
     stop_ids         token ids that end a turn, besides EOS and those of the chat template
     """
 
@@ -52,14 +52,17 @@ class Environment:
     stop_ids: ClassVar[tuple[int, ...]] = ()
 
     def reset(self, row: Row) -> Any:
-        """Begin with a row of the dataset; return what the model reads first, as in `Turn.messages`: here the prompt."""
+        """Begin with a row of the dataset; return what the model reads first, in the form of `Turn.messages`.
+
+        Without an override this is the row's prompt.
+        """
         if row.get("prompt") is None:
             found = f"found the columns {', '.join(map(str, row)) or '(none)'}"
             raise ValueError(f"the row must have a prompt for {type(self).__name__}, which has no reset, {found}")
         return row["prompt"]
 
     def step(self, reply: Any) -> Any:
-        """Answer the model's reply: a text, or without a tokenizer token ids. Called once for every turn."""
+        """Answer the model's reply: a text, or token ids without a tokenizer. Called once for every turn."""
         raise NotImplementedError(f"{type(self).__name__} has no step(reply)")
 
 

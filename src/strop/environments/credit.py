@@ -15,7 +15,7 @@ from strop.rewards import RewardFunctions, Rewards
 class EnvironmentRewards:
     """Adds the discounted rewards of environments, the column `environment`, to those of reward functions.
 
-    An object whose methods are tools gives no reward for a turn; its `get_reward` is one more reward function.
+    Tools give no rewards for turns. If their object has a `get_reward`, it is used as one more reward function.
     """
 
     def __init__(self, besides: RewardFunctions | None, player: Player):
@@ -44,7 +44,7 @@ class EnvironmentRewards:
 
 
 def returns_of(turns: Sequence[RewardedTurn], discount: float) -> list[float]:
-    """Return the discounted reward from each turn on, G_t = r_t + γ·G_(t+1)."""
+    """Return the discounted reward G_t = r_t + γ·G_(t+1) from each turn on."""
     found: list[float] = []
     for turn in reversed(turns):
         found.append(turn.reward + discount * (found[-1] if found else 0.0))
@@ -62,7 +62,7 @@ def turn_advantages(
     returns: list[list[float]] = []
     for trajectory in trajectories:
         own = returns_of(trajectory.turns, discount)
-        late, last = trajectory.reward - own[0], len(own) - 1  # late: what the functions gave
+        late, last = trajectory.reward - own[0], len(own) - 1  # late: the reward of the reward functions
         returns.append([value + discount ** (last - t) * late for t, value in enumerate(own)])
     advantages = [[0.0] * len(values) for values in returns]
     for first in range(0, len(trajectories), group_size):

@@ -1,9 +1,9 @@
-"""A conversation as token ids that are only appended: sampled ids stay as they are, other messages are encoded once.
+"""A conversation as token ids that are only appended: sampled ids never change, other messages are encoded once.
 
 chat = Chat(tokenizer)                      # tests the chat template; one that rewrites earlier turns is refused
 dialogue = chat.begin(first_messages)
 dialogue.draw(ids, logps)                   # a turn of the model
-dialogue.hear(messages)                     # what follows it, with the template's own markers
+dialogue.hear(messages)                     # the messages after it, with the template's own markers
 """
 
 import math
@@ -24,7 +24,7 @@ RESULT = {"role": "tool", "name": "f", "content": "7315"}
 
 
 class Chat:
-    """How a tokenizer writes conversations; `tools` are schemas for its template.
+    """The format in which a tokenizer writes conversations; `tools` are schemas for its template.
 
     rewritten_turns   "refuse" templates that rewrite earlier turns, or "keep" turns as they were sampled
     check_ids         a function that raises if the model lacks a token
@@ -70,7 +70,7 @@ class Chat:
         return ids
 
     def text(self, ids: Sequence[int], special_tokens: bool = False) -> Any:
-        """Return the model's reply as text, without the token that ends its turn; without a tokenizer the ids."""
+        """Return the model's reply without the token that ends its turn: a text, or ids without a tokenizer."""
         said = list(ids[:-1] if ids and ids[-1] in self.stops else ids)
         if self.tokenizer is None:
             return said
@@ -81,14 +81,14 @@ class Chat:
 class Dialogue:
     """A conversation and its tokens.
 
-    first      what it began with: messages, a text or ids
+    first      the first messages, text or ids
     messages   the messages that followed
-    row        what the chat template is given besides messages, such as tools
+    row        further arguments of the chat template, such as tools
     ids        all tokens
-    drawn      which of them the model sampled
+    drawn      True for each token that the model sampled
     logps      log-probs of the sampled tokens
-    spans      how many tokens the model sampled in each turn
-    replies    these turns as text
+    spans      number of tokens the model sampled in each turn
+    replies    the model's turns as text
     """
 
     chat: Chat
@@ -122,7 +122,7 @@ class Dialogue:
         return said
 
     def hear(self, new: object, longest: float = math.inf) -> bool:
-        """Append what the model reads before its next turn: messages, a text, or ids. False, and nothing, if too long."""
+        """Append the messages, text or ids that the model reads next. If too long, append nothing and return False."""
         messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
         ids = self.chat.checked(self._encoded(messages, new))
         if len(self.ids) + len(ids) > longest:
@@ -141,7 +141,7 @@ class Dialogue:
         if not isinstance(messages[0]["content"], str) and not is_conversation(new):
             raise TypeError(f"messages must be messages or a text as the first were, found {new!r:.60}")
         ids = encode_text(templates.between(self.first, messages, chat.tokenizer, self.row), chat.tokenizer)
-        last = self.ids[-1]  # if the model ended its turn, the end that the template writes is there already
+        last = self.ids[-1]  # if the model ended its turn, the template's end is already there
         return ids[1:] if last in chat.stops and (ids[0] == last or ids[0] in chat.ends) else ids
 
     def trajectory(self, finish: str) -> Trajectory:

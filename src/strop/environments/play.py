@@ -28,12 +28,12 @@ from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import Rollout, Sampler
 from strop.rollout.sampling import Sampling
 
-LINGER = 0.005  # seconds to wait for more environments after one has answered, for larger batches
-GRACE = 5.0  # seconds beyond a call's timeout; if none has answered by then, an `async def` blocks the event loop
+LINGER = 0.005  # seconds to wait for more environments after the first answer, for larger batches
+GRACE = 5.0  # seconds beyond a call's timeout; if no call has answered by then, an `async def` blocks the event loop
 
 
 class EnvironmentFailure(ValueError):
-    """An environment raised, was late, or returned something that cannot be used."""
+    """An environment raised, exceeded its time limit, or returned an invalid answer."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Episode:
     finish: str = ""
 
     def trajectory(self, row: Row) -> Trajectory:
-        """Return the trajectory, with its turns, numbers for metrics, and the environment for reward functions."""
+        """Return the trajectory with its turns, its numbers for metrics, and its environment for reward functions."""
         trajectory: Trajectory = self.dialogue.trajectory(self.finish)
         trajectory.row, trajectory.failure = row, self.failure
         trajectory.turns = [RewardedTurn(*one) for one in zip(self.dialogue.spans, self.rewards, strict=True)]
@@ -104,7 +104,7 @@ class Player:
 
 
 class _Play:
-    """One call of a player: B trajectories, each waiting for its environment, ready to sample, or ended.
+    """A call of a player: B trajectories, each waiting for its environment, ready to sample, or ended.
 
     each   row and address of every trajectory; turn t takes its random numbers from address + t
     """
@@ -147,7 +147,7 @@ class _Play:
         self.waiting[self.player.pool.submit(function, *arguments)] = i
 
     def _answered(self) -> list[int]:
-        """Return the trajectories whose environment has answered. Waits for at least one."""
+        """Wait for at least one environment; return the trajectories whose environment has answered."""
         found: list[int] = []
         limit = self.player.config.environment_timeout
         patience = None if limit is None else limit + GRACE
@@ -155,7 +155,7 @@ class _Play:
             done, _ = concurrent.futures.wait(self.waiting, patience, concurrent.futures.FIRST_COMPLETED)
             if found and not done:
                 break
-            if not done:  # every call has its time limit, and none came back: all are late
+            if not done:  # every call has a time limit, and none came back: all are late
                 self.player.pool.forget_loop()
             for answer, i in sorted(self.waiting.items(), key=lambda one: one[1]):
                 if answer in done or not done:
@@ -167,7 +167,7 @@ class _Play:
         return found
 
     def _hear(self, i: int, future: Answer) -> None:
-        """Take an environment's answer, or its failure."""
+        """Handle an environment's answer, or its failure."""
         method = "reset" if self.episodes[i].dialogue is None else "step"
         who = f"{self.player.name}.{method}"
         error = future.exception() if future.done() else Late()
@@ -188,7 +188,7 @@ class _Play:
         episode.rewards.append(turn.reward)
         for name, value in turn.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
-        if episode.finish == "length":  # the turn was cut: nothing can follow it
+        if episode.finish == "length":  # the turn was cut, so nothing can follow it
             self._end(i, "length")
         elif turn.done:
             self._end(i, "environment")
@@ -211,7 +211,7 @@ class _Play:
         self.episodes[i].dialogue = dialogue
 
     def _fail(self, i: int, error: BaseException, what: str) -> None:
-        """Raise, or with on_error="end" end the trajectory with error_reward."""
+        """Raise; with on_error="end", end the trajectory with error_reward instead."""
         episode, config = self.episodes[i], self.player.config
         if config.on_error == "raise" or episode.dialogue is None:
             turn = 0 if episode.dialogue is None else len(episode.dialogue.spans)

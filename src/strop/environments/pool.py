@@ -1,4 +1,4 @@
-"""Call environments while the model samples: threads for plain methods, an event loop for `async def`."""
+"""A pool that calls environments while the model samples: threads for plain methods, an event loop for `async def`."""
 
 import asyncio
 import concurrent.futures
@@ -17,7 +17,7 @@ class Late(Exception):
 
 
 class Answer(concurrent.futures.Future[Any]):
-    """The future of a call, and how many seconds it ran."""
+    """The future of a call, with the number of seconds it ran."""
 
     seconds = 0.0
 
@@ -32,8 +32,9 @@ class Answer(concurrent.futures.Future[Any]):
 class Pool:
     """Runs at most `size` calls at the same time, each for at most `timeout` seconds. Threads end with the program.
 
-    A plain method that is late is stopped if Python code runs, and abandoned if it waits in C (`strop.rewards.time_limit`).
-    An `async def` that is late is cancelled. One that never awaits blocks all others; `forget_loop` abandons them.
+    A plain method that is late is stopped if it runs Python code, and abandoned if it waits in C
+    (`strop.rewards.time_limit`). An `async def` that is late is cancelled. One that never awaits blocks all others;
+    `forget_loop` abandons them.
     """
 
     def __init__(self, size: int, timeout: float | None = None):
@@ -55,7 +56,7 @@ class Pool:
         return answer
 
     def forget_loop(self) -> None:
-        """Abandon the event loop and what runs in it; further calls get a new one."""
+        """Abandon the event loop and the calls in it. Further calls get a new loop."""
         self._loop = self._free = None
 
     def _work(self) -> None:
@@ -84,7 +85,7 @@ class Pool:
             try:
                 async with limit:
                     value = await function(*arguments)
-            except BaseException as error:  # SystemExit too, which would end the loop
+            except BaseException as error:  # SystemExit too: it would end the loop
                 late = isinstance(error, TimeoutError) and limit.expired()
                 answer.settle(start, error=Late() if late else error)
             else:

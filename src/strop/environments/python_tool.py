@@ -3,10 +3,10 @@
     GRPO(model=model, tokenizer=tokenizer, tools=[python_tool(seconds=5)], reward_fn=reward_fn)
 
 On Linux the kernel refuses writing outside the tool's folder, starting or reaching other processes, and the network
-(`strop.environments.sandbox`). Elsewhere, and in containers that forbid these limits, only Python refuses such calls, which
-stops mistakes; a warning says so once, and `strop doctor` shows it. Neither protects against malicious programs: they can
-read what you can read, and kernels have bugs. Run such programs in a container or a virtual machine without a network
-(gVisor, Firecracker), and call that from a tool.
+(`strop.environments.sandbox`). Elsewhere, and in containers that forbid these limits, only Python refuses such calls,
+which stops mistakes; a warning says so once, and `strop doctor` shows it. Neither protects against malicious programs:
+they can read what you can read, and kernels have bugs. Run such programs in a container or a virtual machine without a
+network (gVisor, Firecracker), and call that from a tool.
 """
 
 import os
@@ -21,12 +21,15 @@ from strop._checks import check_count, check_number
 from strop.environments import sandbox
 from strop.environments.sandbox_child import MAX_NODES, NOT_PROTECTED
 
-LONGEST = 4000  # characters of an answer
-LOOK_EVERY = 0.02  # seconds between two checks of a folder whose size the kernel does not limit
+LONGEST = 4000  # maximum characters of an answer
+LOOK_EVERY = 0.02  # seconds between two checks of the folder, if the kernel does not limit its size
 
 
 def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], str]:
-    """Return a function `python(code)` with these limits. It returns what the code prints, or raises with its last line."""
+    """Return a function `python(code)` with these limits.
+
+    It returns what the code prints, or raises with its last line.
+    """
     check_number(seconds, "seconds", 0, open_low=True)
     check_count(megabytes, "megabytes", low=64)
     layers = sandbox.available()
@@ -39,7 +42,7 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
         Args:
             code: the program; print what you want to know
         """
-        with tempfile.TemporaryDirectory() as made, tempfile.TemporaryFile() as printed:  # which has a file's limit
+        with tempfile.TemporaryDirectory() as made, tempfile.TemporaryFile() as printed:  # limited as a file
             folder = os.path.realpath(made)
             command = sandbox.command(folder, layers, max(1, round(seconds + 0.5)), megabytes)
             with subprocess.Popen(
@@ -68,7 +71,7 @@ def python_tool(seconds: float = 5.0, megabytes: int = 512) -> Callable[[str], s
 
 
 def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: Path | None) -> None:
-    """Give the process its program and wait for its end; raise if it takes too long, or fills this folder."""
+    """Send the program to the process and wait for its end. Raise if it takes too long, or fills this folder."""
     end, given = time.monotonic() + seconds, code.encode("utf-8", "replace") or None
     while True:
         left = end - time.monotonic()
@@ -77,7 +80,7 @@ def _wait(process: subprocess.Popen[bytes], code: str, seconds: float, folder: P
         except subprocess.TimeoutExpired:
             if time.monotonic() >= end:
                 raise TimeoutError(f"the code must end within {seconds:g} seconds, found it still running") from None
-            given = None  # subprocess keeps what is not written yet
+            given = None  # subprocess keeps the rest of the input
         else:
             break
         if folder is not None:

@@ -1,10 +1,10 @@
-"""How the kernel confines the process of `python_tool`: the layers of protection, and the filter of system calls.
+"""The kernel's confinement of the `python_tool` process: the layers of protection, and the filter of system calls.
 
     folder   the tool's folder is a file system of limited size (a user and a mount namespace)
     files    Landlock: write in the folder only, run no program, reach no other process
     calls    seccomp: no capabilities, and only the system calls of CALLS
 
-Layers that this kernel or container does not allow are left out; `unprotected` says what is then not protected.
+Layers that this kernel or container does not allow are left out; `unprotected` names the missing protection.
 """
 
 import functools
@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-LARGEST = 1 << 20  # bytes of a file, and of all that is printed
-TOTAL = 32 << 20  # bytes of all files of the folder
+LARGEST = 1 << 20  # maximum bytes of a file, and of all that is printed
+TOTAL = 32 << 20  # maximum bytes of all files in the folder
 
 WITHOUT = {
     "folder": "the folder's size is checked every 20 ms, not limited by the kernel",
@@ -25,7 +25,7 @@ WITHOUT = {
     "calls": "the network, other processes and their priorities are refused in Python only",
 }
 
-# system call: its numbers on x86_64 and on aarch64; None: the machine has no such call
+# system call: its numbers on x86_64 and on aarch64; None if the machine has no such call
 CALLS = {
     "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215),
@@ -57,7 +57,7 @@ CALLS = {
 }  # fmt: skip
 # allowed with some arguments only; clone3 "does not exist", since a filter cannot see its arguments
 CLONE, CLONE3, PRLIMIT, IOCTL = (56, 220), (435, 435), (302, 261), (16, 29)
-THREAD = 0x10000  # of clone: a thread of this process
+THREAD = 0x10000  # flag of clone: a thread of this process
 REQUESTS = (
     0x5401,
     0x5413,
@@ -65,8 +65,8 @@ REQUESTS = (
     0x5421,
     0x5450,
     0x5451,
-)  # of ioctl: about terminals, sizes, and flags of a descriptor
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # as seccomp names them, and their place in CALLS
+)  # allowed requests of ioctl: terminals, sizes, and flags of a descriptor
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # seccomp's name; column in CALLS
 
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL, NOT_PERMITTED, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
@@ -74,7 +74,7 @@ NUMBER, MACHINE, ARGUMENTS = 0, 4, 16  # offsets in the data of a filter; an arg
 
 
 def call_filter(machine: str) -> bytes:
-    """Return the seccomp program that allows CALLS, and answers every other call with "operation not permitted"."""
+    """Return the seccomp program that allows CALLS and answers every other call with "operation not permitted"."""
     token, place = MACHINES[machine]
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, token), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     for number in sorted(number for numbers in CALLS.values() if (number := numbers[place]) is not None):
@@ -96,7 +96,7 @@ def call_filter(machine: str) -> bytes:
 
 
 def command(folder: str, layers: str, seconds: int, megabytes: int) -> list[str]:
-    """Return the command that runs the program of its standard input in the folder, which must be a real path."""
+    """Return the command that runs a program from standard input in the folder, which must be a real path."""
     limits = [str(number) for number in (seconds, megabytes, LARGEST, TOTAL)]
     machine = platform.machine()
     filtered = call_filter(machine).hex() if layers and machine in MACHINES else ""
@@ -105,7 +105,7 @@ def command(folder: str, layers: str, seconds: int, megabytes: int) -> list[str]
 
 @functools.cache
 def layers() -> dict[str, str]:
-    """Return each layer with the reason why it is not available here, "" if it is. Tried once, in a process."""
+    """Return for each layer the reason why it is not available here, or "". A process tests this once."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return dict.fromkeys(WITHOUT, f"not on {platform.system()} {platform.machine()}")
     with tempfile.TemporaryDirectory() as folder:
@@ -118,10 +118,10 @@ def layers() -> dict[str, str]:
 
 
 def available() -> str:
-    """Return the names of the layers that are available, with commas between."""
+    """Return the names of the available layers, separated by commas."""
     return ",".join(name for name, reason in layers().items() if not reason)
 
 
 def unprotected() -> str:
-    """Return what the kernel does not protect here; "" if nothing."""
+    """Return the protection that the kernel does not give here; "" if it gives all."""
     return "; ".join(f"{WITHOUT[name]} ({reason})" for name, reason in layers().items() if reason)

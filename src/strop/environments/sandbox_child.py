@@ -1,8 +1,8 @@
-"""The process of `python_tool`: limits first, then what the kernel refuses, then a hook, then the program of the model.
+"""The process of `python_tool`: set limits and kernel layers, add a hook, then run the model's program.
 
-It is run as a script of its own and imports nothing of strop. Arguments: seconds, megabytes, bytes of a file, bytes of the
-folder, the folder, the layers to set (or "probe"), the system call filter in hexadecimal digits. A layer that cannot be set
-ends the process with NOT_PROTECTED before the program begins; "probe" prints which can.
+It is run as a script of its own and imports nothing of strop. Arguments: seconds, megabytes, bytes of a file, bytes of
+the folder, the folder, the layers to set (or "probe"), the system call filter in hexadecimal digits. A layer that
+cannot be set ends the process with NOT_PROTECTED before the program begins; "probe" prints which layers can be set.
 """
 
 import os
@@ -10,14 +10,14 @@ import resource
 import sys
 
 NOT_PROTECTED = 97
-NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # for unshare
-NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # for prctl
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # flags of unshare
+NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # arguments of prctl
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every architecture
-MAX_FILES, MAX_NODES = 32, 1000  # open at once; in the folder
+MAX_FILES, MAX_NODES = 32, 1000  # maximum number of open files; of files in the folder
 
 
 def protect(layers, total, folder, call_filter):
-    """Set the layers in this order; yield (layer, error or None) of each."""
+    """Set the layers in this order; yield (layer, error or None) for each."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,7 @@ def protect(layers, total, folder, call_filter):
         return result
 
     def limit_folder():
-        """Put a file system of this size in the folder's place; it is gone when the process ends."""
+        """Mount a file system of this size over the folder; it is gone when the process ends."""
         user, group = os.getuid(), os.getgid()
         check(libc.unshare(NEW_USER | NEW_MOUNTS))
         maps = (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"))
@@ -42,14 +42,14 @@ def protect(layers, total, folder, call_filter):
         os.chdir(folder)
 
     def limit_files():
-        """Landlock: write in the folder and to /dev/null only; run no program; reach no process outside."""
+        """Set Landlock: write in the folder and to /dev/null only; run no program; reach no process outside."""
         abi = check(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
         write, truncate = 1 << 1, (1 << 14) * (abi >= 3)
-        in_folder = write | truncate | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8  # and remove and make folders and files
-        handled = (1 << 13) - 1 - (1 << 2 | 1 << 3)  # all of the first version but reading files and folders
+        in_folder = write | truncate | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8  # also remove and make folders and files
+        handled = (1 << 13) - 1 - (1 << 2 | 1 << 3)  # all rights of the first version but reading files and folders
         handled |= truncate | (1 << 13) * (abi >= 2) | (1 << 15) * (abi >= 5)
         sizes = 8 * (1 + (abi >= 4) + (abi >= 6))
-        attributes = (ctypes.c_uint64 * 3)(handled, 3, 3)  # no TCP; no signals and abstract sockets out of here
+        attributes = (ctypes.c_uint64 * 3)(handled, 3, 3)  # no TCP; no signals or abstract sockets to the outside
         rules = check(libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(sizes), 0))
         for path, rights in ((folder, in_folder), (os.devnull, write | truncate)):
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -80,13 +80,13 @@ def protect(layers, total, folder, call_filter):
 
 
 def refuser(folder, kernel_checks_files):
-    """Return an audit hook that refuses in plain words; it cannot be taken away again."""
+    """Return an audit hook that refuses events with a readable message. It cannot be removed again."""
     refused: tuple[str, ...] = (
         "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "ctypes.", "pty.", "os.chmod",
         "os.chown", "os.lchown", "os.link", "os.symlink", "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.chflags",
         "signal.pthread_kill",
     )  # fmt: skip
-    if not kernel_checks_files:  # else these work in the folder, as `tempfile` needs, and nowhere else
+    if not kernel_checks_files:  # otherwise these work in the folder, as `tempfile` needs, and nowhere else
         refused += ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.")
     absolute, real_path, own = os.path.isabs, os.path.realpath, f"/proc/{os.getpid()}/"
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -117,7 +117,7 @@ def refuser(folder, kernel_checks_files):
 
 
 def remove_functions():
-    """Replace functions that raise no audit event by ones that refuse."""
+    """Replace functions that raise no audit event by functions that refuse."""
     import _posixsubprocess
     import posix
     import signal
@@ -139,7 +139,7 @@ def remove_functions():
 
 
 def describe(error):
-    """Return the last line of an error as Python prints it, without the import of traceback."""
+    """Return the last line of an error as Python prints it, without importing traceback."""
     kind, said = type(error), getattr(error, "msg", None) if isinstance(error, SyntaxError) else str(error)
     name = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     name += kind.__qualname__

@@ -1,4 +1,4 @@
-"""Make the `Player` of a trainer's environment or tools, and check its rows, which need no prompt."""
+"""Makers of the `Player` of a trainer's environment or tools, and checks of its rows, which need no prompt."""
 
 import dataclasses
 import warnings
@@ -19,7 +19,7 @@ CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # further c
 
 
 def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None:
-    """Return the player of a trainer with an environment or with tools; None if it has neither."""
+    """Return the player of a trainer with an environment or tools; None if it has neither."""
     config = trainer.config
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
@@ -42,7 +42,7 @@ def _changed(turns: TurnsConfig) -> list[str]:
 
 
 def make_player(policy: Policy, sampler: Sampler, environment: Any, tools: Any, turns: TurnsConfig) -> Player | None:
-    """Return the player of an environment or of tools; None if there is neither."""
+    """Return the player of an environment or of tools; None without them."""
     if environment is None and tools is None:
         return None
     if environment is not None and tools is not None:
@@ -54,13 +54,13 @@ def make_player(policy: Policy, sampler: Sampler, environment: Any, tools: Any, 
     if tools is None and callable(environment) and not hasattr(environment, "tools"):
         known = environment if isinstance(environment, type) else environment()
         if hasattr(known, "reset") and not hasattr(known, "step"):
-            tools = environment  # its methods are tools, as TRL's environment_factory has them
+            tools = environment  # its methods are tools, as in TRL's environment_factory
     made = environment if tools is None else ToolBox(tools, policy.tokenizer)
     return Player(made, sampler, policy, turns)
 
 
 def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
-    """Return trajectories without tokens, one per row. A row that is no dict becomes the column `prompt`."""
+    """Return trajectories without tokens, one per row. A row that is not a dict becomes the column `prompt`."""
     if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a batch of rows, found a {type(rows).__name__}")
     if not len(rows):
@@ -77,7 +77,7 @@ def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
 
 
 def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
-    """Return a dataset's rows after a check that they have the columns of the rewards or the preference (`judge`)."""
+    """Return a dataset's rows after a check that they have the columns that `judge` (rewards or preference) needs."""
     found = environment_rows(rows, {}, name)
     columns = [one.row for one in found]
     prompt = ("prompt",) if any("prompt" in row for row in columns) else ()

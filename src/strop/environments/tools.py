@@ -10,7 +10,7 @@
     GRPO(model=model, tokenizer=tokenizer, tools=[search], reward_fn=reward_fn, max_turns=4)
 
 A trajectory ends with a reply without a call. The model reads an error if its call cannot be parsed, names an unknown
-function, has wrong arguments, or if the function raises.
+function or has wrong arguments, or if the function raises.
 """
 
 import asyncio
@@ -48,7 +48,10 @@ Parser = Callable[[str], list[Call]]
 
 
 def parse_hermes(reply: str) -> list[Call]:
-    """Parse <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes, Qwen and SmolLM3 write it; SmolLM2 writes a list."""
+    """Parse <tool_call>{"name": …, "arguments": {…}}</tool_call>, the format of Hermes, Qwen and SmolLM3.
+
+    SmolLM2 writes a list.
+    """
     calls = []
     for part in reply.split("<tool_call>")[1:]:
         text, end, _ = part.partition("</tool_call>")
@@ -57,14 +60,17 @@ def parse_hermes(reply: str) -> list[Call]:
 
 
 def parse_llama(reply: str) -> list[Call]:
-    """Parse {"name": …, "parameters": {…}} alone, as Llama 3 writes it, with or without <|python_tag|>; ; separates calls."""
+    """Parse {"name": …, "parameters": {…}} alone, the format of Llama 3, with or without <|python_tag|>.
+
+    Semicolons separate calls.
+    """
     text = reply.replace("<|python_tag|>", "").strip()
     looks = re.match(r'\{\s*"(name|type|function)"', text)
     return _calls_in(text) if looks else []
 
 
 def _calls_in(text: str) -> list[Call]:
-    """Parse one call, a list of calls, or calls with semicolons between them."""
+    """Parse one call, a list of calls, or calls separated by semicolons."""
     calls: list[Call] = []
     rest = text.strip()
     while True:
@@ -93,7 +99,10 @@ PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama": parse_llama}
 
 
 def parser_of(tokenizer: Tokenizer | None) -> Parser:
-    """Choose by the chat template: Llama's has no tag for calls; all others write calls as Hermes does, or are told to."""
+    """Return the parser for the chat template.
+
+    Llama's has no tag for calls; all other models write, or are told to write, calls as Hermes does.
+    """
     template = getattr(tokenizer, "chat_template", None)
     text = template if isinstance(template, str) else json.dumps(template)
     is_llama = "<tool_call>" not in text and "<|start_header_id|>" in text
@@ -104,12 +113,12 @@ def parser_of(tokenizer: Tokenizer | None) -> Parser:
 
 
 class ToolBox:
-    """Makes, for each trajectory, an environment whose tools are these functions.
+    """Makes an environment for each trajectory, whose tools are these functions.
 
     functions   functions with type hints and a docstring that describes their arguments (Google style, as transformers'
-                `get_json_schema` reads it); some may be `async def`. Or a class, or a function that makes an object, with
-                `reset(**row)` and maybe `get_reward()` (TRL's environment_factory): each trajectory gets an object, whose
-                other public methods are the tools
+                `get_json_schema` reads it); some may be `async def`. Or a class, or a function that makes an object,
+                with `reset(**row)` and maybe `get_reward()` (TRL's environment_factory): each trajectory gets an
+                object, whose other public methods are the tools
     parser      parses calls from a reply; None chooses by the chat template
     """
 
@@ -142,7 +151,7 @@ class ToolBox:
         return make(self, {function.__name__: function for function in methods_of(held)}, held)
 
     def own_reward(self) -> Callable[..., list[object]]:
-        """Return a reward function that asks each trajectory's object for its `get_reward()`."""
+        """Return a reward function that calls `get_reward()` of each trajectory's object."""
 
         def own(environments: Sequence[Any]) -> list[Any]:
             return [_awaited(held.get_reward()) for held in environments]
@@ -164,12 +173,12 @@ class Tools(Environment):
         return self._first(row, None if self.held is None else self.held.reset(**row))
 
     def _first(self, row: Row, seen: object) -> list[Json]:
-        """Return the first messages; `seen` is what the object's own reset returned."""
+        """Return the first messages. `seen` is the result of the object's own reset."""
         if not (seen is None or isinstance(seen, str)):
             raise TypeError(f"it must return a text or None, found {seen!r:.60}")
         if seen is None and self.held is not None and row.get("prompt") is None:
             raise ValueError("the row must have a prompt, or reset must return one, found neither")
-        says_all = seen is not None and "prompt" not in row  # the object itself begins
+        says_all = seen is not None and "prompt" not in row  # the object's reset returned the whole prompt
         prompt: Any = "" if says_all else super().reset(row)
         messages = [dict(m) for m in prompt] if is_conversation(prompt) else [{"role": "user", "content": prompt}]
         messages[-1]["content"] = messages[-1]["content"] + (seen or "")
@@ -218,7 +227,7 @@ class Tools(Environment):
 
 
 class AsyncTools(Tools):
-    """Tools of which some are `async def`. Plain ones block the event loop that all trajectories share."""
+    """Tools, some of them `async def`. Plain ones block the event loop that all trajectories share."""
 
     async def reset(self, row: Row) -> Any:
         seen = None if self.held is None else self.held.reset(**row)
@@ -236,11 +245,11 @@ class AsyncTools(Tools):
 
 
 class Failure(str):
-    """Why a call has no result."""
+    """The reason why a call has no result."""
 
 
 def as_text(result: object) -> str:
-    """Return a result as the model reads it: a text, else JSON. A Failure if it cannot be written as JSON."""
+    """Return a result as the model reads it: a text, else JSON. Return a Failure if it cannot be written as JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -250,7 +259,7 @@ def as_text(result: object) -> str:
 
 
 def _wanted_instead(value: object, schema: Row) -> str:
-    """Return what the schema wants instead of this value; "" if the value fits."""
+    """Return what the schema requires instead of this value; "" if the value fits."""
     if value is None and schema.get("nullable"):
         return ""
     names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
@@ -289,7 +298,7 @@ def schema_of(function: Callable[..., object]) -> Json:
             raise TypeError(f"tool {function.__name__} must take arguments by their names, found {parameter}")
     try:
         return get_json_schema(function)
-    except Exception as error:  # of transformers: its message says what is missing
+    except Exception as error:  # transformers' message says what is missing
         raise ValueError(f"tool {function.__name__} must have type hints and a docstring with Args: {error}") from None
 
 

@@ -1,8 +1,8 @@
-"""What algorithms need of a model: log-probs of tokens, hidden states with the LM head, a frozen reference.
+"""The interface of models for algorithms: log-probs of tokens, hidden states with the LM head, a frozen reference.
 
 policy = as_policy(model, tokenizer)        a plain nn.Module that returns logits, any Hugging Face causal LM, a peft
                                             model, MoEForCausalLM or a bare MoETransformer
-logps_n = policy.logps(batch)               of the tokens that count in a TokenBatch; differentiable
+logps_n = policy.logps(batch)               log-probs of the tokens of the loss in a TokenBatch; differentiable
 ref_logps_n = policy.reference().logps(batch)
 """
 

@@ -1,8 +1,8 @@
-"""Attention in strop's own hands: transformers' layers call `attention`, which asks the pass they are in.
+"""strop's attention for the layers of transformers: they call `attention`, which calls the current pass.
 
-A rollout reads and writes its cache so (`strop.rollout.slots`), and training reads several sequences one after the
-other without padding (`Packed`). The models' own modules do the rest. Which keys a query sees is learned once, from the
-functions that transformers would make its masks of (`seen_by`); afterwards no masks are made.
+A rollout's pass reads and writes its cache (`strop.rollout.slots`); training's pass reads packed sequences without padding
+(`Packed`). The model's own modules do the rest. Which keys a query sees is learned once, from the mask functions of
+transformers (`seen_by`); afterwards no masks are built.
 
 Shapes: P rows, N tokens of several sequences, T tokens of a row, H query heads, K key heads, D head dimension.
 """
@@ -22,15 +22,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
-PADDED = 1.25  # how much longer than its sequence a row may be
-NAME = "strop"  # of this attention among transformers' implementations
+PADDED = 1.25  # the largest ratio of a row's length to its sequence's
+NAME = "strop"  # of this attention in transformers' registry
 
 
 class Pass(ABC):
-    """One forward of the model within a rollout, as `attention` sees it: it reads and writes kv.
+    """One forward of the model, with its way to compute attention. In a rollout it reads and writes the KV cache.
 
-    places   of the layers with keys among those; None: all have some
-    states   of its rows, for layers that have such: see `strop.rollout.slots`
+    places   layer → its index among the layers with keys; None if all layers have keys
+    states   recurrent states of the rows, for layers that have them: see `strop.rollout.slots`
     """
 
     places: Mapping[int, int] | None = None
@@ -38,16 +38,16 @@ class Pass(ABC):
 
     @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: "Rule") -> torch.Tensor:
-        """[P, H, T, D], twice [P, K, T, D] → [P, T, H, D]"""
+        """Return attention's output: q [P, H, T, D], k and v [P, K, T, D] → [P, T, H, D]."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores become weights: softmax(softcap(q·k·scaling)) within the last `window` tokens; 0 is none.
+    """The rule for attention weights: softmax(softcap(q·k·scaling)) over the last `window` tokens; 0 is no limit.
 
-    dropout   of the weights, in training
-    chunk     a token sees those of its own chunk of a sequence only, each so many tokens long; 0 is none
-    sinks     [H]: scores of a key without a value, which every query sees; None: there is none
+    dropout   dropout probability of the weights, in training
+    chunk     a token sees only tokens of its own chunk of this length; 0 is no chunks
+    sinks     [H]: scores of a key without a value that every query sees; None if there is none
     """
 
     scaling: float
@@ -59,11 +59,11 @@ class Rule:
 
 
 class InRows(NamedTuple):
-    """Packed tokens as right-padded rows, those of one length together.
+    """The layout of packed tokens as right-padded rows, grouped by row length.
 
-    counts, sizes   how many rows and how many places the groups have
-    token_M         the token at each place; at padding any, which no token before it sees
-    place_N         the place of each token
+    counts, sizes   number of rows and of places in each group
+    token_M         index of the token at each place; any index at padding, which earlier tokens do not see
+    place_N         place of each token
     """
 
     counts: list[int]
@@ -74,12 +74,12 @@ class InRows(NamedTuple):
 
 @dataclass
 class Packed(Pass):
-    """Sequences one after the other in one row; each attends to itself alone.
+    """A pass over packed sequences: they follow each other in one row, and each attends only to itself.
 
-    lengths      of the sequences, known to the host
-    cu_seqlens   where they begin and end, on the device
-    rules        of the layers that have attended
-    memory       of the layers, one after the other: see `models.layers`
+    lengths      lengths of the sequences, on the host
+    cu_seqlens   their boundaries, on the device
+    rules        rules of the layers that have attended
+    memory       buffers that the layers share: see `models.layers`
     """
 
     lengths: Sequence[int]
@@ -94,13 +94,13 @@ class Packed(Pass):
         q, k, v = in_one_dtype(q, k, v)
         if has_kernel(q, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
-        if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU an order would have to be brought there
+        if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU the indices would have to be copied
             return self._as_rows(q, k, v, rule)
         apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
 
     def _as_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """Attention of sequences of about one length as padded rows: a call for each sequence costs the host far more."""
+        """Return attention computed on padded rows of similar lengths: one call per sequence costs the host far more."""
         rows, states = self._in_rows, [one[0].transpose(0, 1) for one in (q, k, v)]  # [N, heads, D]
         if rows is None:
             return self._rows_of(len(self.lengths), states, rule)[None]
@@ -109,12 +109,12 @@ class Packed(Pass):
         return torch.cat(found).index_select(0, rows.place_N)[None]
 
     def _rows_of(self, count: int, states: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
-        """[M, H, D] of M tokens in so many rows of one length."""
+        """Return the output [M, H, D] of M tokens in `count` rows of one length."""
         q, k, v = (one.unflatten(0, (count, -1)).transpose(1, 2) for one in states)
         return attention_of_rows(q, k, v, rule).flatten(0, 1)
 
     def _in_chunks(self, size: int) -> "Packed":
-        """The same row, in which each chunk of a sequence is a sequence."""
+        """Return the pass in which each chunk of a sequence is a sequence."""
         if ("chunks", size) not in self.memory:
             lengths = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
             cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.cu_seqlens.device)
@@ -123,8 +123,8 @@ class Packed(Pass):
 
     @functools.cached_property
     def _in_rows(self) -> "InRows | None":
-        """Where the tokens stand in padded rows; None where all sequences have one length."""
-        row_of: dict[int, int] = {}  # by a sequence's length that of its row, the longest first
+        """The layout as padded rows; None if all rows have one length."""
+        row_of: dict[int, int] = {}  # sequence length → row length, the longest first
         for length in sorted(set(self.lengths), reverse=True):
             longest = next(reversed(row_of.values()), length)
             row_of[length] = longest if longest <= PADDED * length else length
@@ -142,18 +142,18 @@ class Packed(Pass):
         return InRows([*counts.values()], [T * count for T, count in counts.items()], token_M, place_N)
 
     def _by_kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """By what `torch.nn.attention.varlen` calls; through that a step takes a quarter longer (its operator is Python)."""
+        """Call the operator behind `torch.nn.attention.varlen`; through its Python wrapper a step takes a quarter longer."""
         q_NHD, k_NKD, v_NKD = (states[0].transpose(0, 1) for states in (q, k, v))
         out_NHD, *_ = self.flash(q_NHD, k_NKD, v_NKD, rule)
         return out_NHD[None]
 
     def flash(self, q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, rule: Rule) -> list[torch.Tensor]:
-        """The output, and what the backward needs besides."""
+        """Return the output, and the other tensors that the backward needs."""
         limits, options = self._for_flash(rule)
         return list(torch.ops.aten._flash_attention_forward(q_NHD, k_NKD, v_NKD, *limits, False, **options)[:4])
 
     def flash_bwd(self, d_out: torch.Tensor, *forward: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, ...]:
-        """Of q, k and v. `forward`: those, and what `flash` gave."""
+        """Return the gradients of q, k and v. forward   q, k, v, then the results of `flash`"""
         *states, rng_state, unused = forward
         limits, options = self._for_flash(rule)
         return torch.ops.aten._flash_attention_backward(d_out, *states, *limits, rng_state, unused, **options)
@@ -169,7 +169,7 @@ def has_kernel(q: torch.Tensor, rule: Rule) -> bool:
 
 
 def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Causal attention of right-padded rows."""
+    """Return causal attention of right-padded rows."""
     T = q.shape[2]
     bounded = any(size and size < T for size in (rule.window, rule.chunk))
     if not rule.softcap and rule.sinks is None and not bounded:
@@ -187,7 +187,7 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
-    if rule.sinks is not None:  # a key of zeros and a value of zeros, with the sink for its mask
+    if rule.sinks is not None:  # a zero key and a zero value, with the sink as its bias
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
         P, H, T = q.shape[:3]
         bias = q.new_zeros(()).masked_fill(~mask, -torch.inf).expand(P, H, T, -1)
@@ -203,12 +203,12 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 
 
 def sdpa_without_plans() -> contextlib.AbstractContextManager[None]:
-    """Within, torch's attention is not cuDNN's, which takes a second to load and makes a plan for every new shape."""
+    """Return a context without cuDNN's attention, which takes a second to load and makes a plan for every new shape."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As scaled_dot_product_attention gets them: under autocast in its dtype, rotated keys being float32 else."""
+    """Return the states in one dtype: autocast's, if it is on. Without the cast, rotated queries and keys are float32."""
     kind = states[0].device.type
     if not torch.is_autocast_enabled(kind):
         return states
@@ -218,7 +218,7 @@ def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 # ---- as an attention of transformers ----
 
-_current: ContextVar[Pass] = ContextVar("_current")  # of this thread: another may call a model of its own
+_current: ContextVar[Pass] = ContextVar("_current")  # per thread: another thread may run another model
 
 
 def current_pass() -> Any:
@@ -227,7 +227,7 @@ def current_pass() -> Any:
 
 @contextlib.contextmanager
 def current(pass_: Pass) -> Iterator[None]:
-    """Within, the model's attention is this pass's."""
+    """Compute the model's attention by this pass."""
     token = _current.set(pass_)
     try:
         yield
@@ -236,7 +236,7 @@ def current(pass_: Pass) -> Iterator[None]:
 
 
 class Unsupported(Exception):
-    """The model's attention asks for something that is not here."""
+    """The model's attention or layers need something that strop does not support."""
 
 
 HARMLESS = {"is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
@@ -257,7 +257,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' attention functions."""
+    """Return the current pass's attention. The signature is that of transformers' attention functions."""
     for name, found in others.items():
         if name not in HARMLESS and found is not None and found is not False:
             raise Unsupported(f"its attention has {name}")
@@ -313,22 +313,22 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object
 
 # ---- which keys a query sees ----
 
-LEARNING = "strop_learning"  # the same attention, while transformers says which masks it would make
-_rules: ContextVar[tuple[dict[int, Rule], bool]] = ContextVar("_rules")  # of the layers, and whether they are known
+LEARNING = "strop_learning"  # the name while masks are learned from transformers' mask functions
+_rules: ContextVar[tuple[dict[int, Rule], bool]] = ContextVar("_rules")  # the layers' rules, and whether known
 
 
 @dataclass(frozen=True)
 class Span:
-    """What stands in place of a mask: a token sees those before it, within a window or its chunk; 0 is no bound."""
+    """A stand-in for a mask: a token sees earlier tokens within a window or its chunk; 0 is no bound."""
 
     window: int = 0
     chunk: int = 0
 
 
 def seen_by(*_: object, mask_function: Callable[..., object], **others: object) -> Span | None:
-    """Return what the mask says that transformers would make of this function of indices; None: all tokens before.
+    """Return the span of the mask that transformers would build from this function; None is plain causal.
 
-    Unsupported where the function is none of those known. Sequences in one row are kept apart by the pass.
+    Raise Unsupported if the function is unknown. The pass itself separates the sequences of a row.
     """
     bounds = _bounds(mask_function)
     if "causal" not in bounds:
@@ -362,10 +362,10 @@ def _bounds(function: Any) -> dict[str, int]:
 def attending(
     model: Any, modules: Sequence[nn.Module] | None = None, rules: dict[int, Rule] | None = None
 ) -> Iterator[None]:
-    """Within, the model's attention layers call `attention`.
+    """Make the model's attention layers call `attention`.
 
-    modules   the model's, if known
-    rules     of its layers, by which they attend; None learns them from the masks that transformers would make
+    modules   all modules of the model, if already listed
+    rules     rules of its layers; None learns them from the masks that transformers would build
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -393,7 +393,7 @@ def reading(
     within: Callable[[], contextlib.AbstractContextManager[object]],
     rules: dict[int, Rule] | None,
 ) -> Iterator[None]:
-    """The model of these modules attends as this pass does, `within` what else is wanted. rules: see `attending`"""
+    """Make the model of these modules attend by this pass, inside the context `within()`. rules: see `attending`"""
 
     @contextlib.contextmanager
     def all_of_it() -> Iterator[None]:
@@ -408,8 +408,10 @@ def reading(
 def also_again(
     modules: Sequence[Any], within: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """`within`, here and where a layer is computed again in the backward to save memory. modules: all of the model, since
-    walking through it takes as long as a few of its layers."""
+    """Enter `within()` here, and again whenever gradient checkpointing recomputes a layer in the backward.
+
+    modules   all modules of the model; to list them takes as long as a few of its layers
+    """
     checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 

@@ -1,4 +1,4 @@
-"""`Critic`: what is expected before each token that counts, by a head on the policy's hidden states or by a model of its own.
+"""`Critic`: a value for each token of the loss, from a head on the policy's hidden states or from a separate model.
 
 Shapes: n tokens that count, H hidden.
 """
@@ -20,11 +20,11 @@ from strop.ops.linear import LMHead
 
 
 class Critic:
-    """The value of every token that counts: a number for the state that predicts it.
+    """The value function: a scalar for each token of the loss, computed from the state that predicts the token.
 
-    given   None: a new linear head on the policy's hidden states, whose first values are 0; else a sequence classifier
-            with one label (a module, a folder or a name), whose head is read at every token
-    run     its dropout and gradient_checkpointing are those of a critic of its own too
+    given   None: a new linear head on the policy's hidden states, initialised to 0; else a sequence classifier with one
+            label (a module, a folder or a name), whose head is applied at every token
+    run     its dropout and gradient_checkpointing also apply to a separate critic model
     """
 
     def __init__(self, policy: Policy, given: object, run: RunConfig):
@@ -54,7 +54,7 @@ class Critic:
             raise ValueError(f"critic must know the model's {sizes[0]} tokens, found {sizes[1]}")
 
     def values(self, batch: TokenBatch, head: LMHead | None) -> torch.Tensor:
-        """[n]; head: the policy's hidden states with its LM head, where the critic reads them."""
+        """Return the values [n]. head   the policy's hidden states with its LM head, if the critic is a head on them"""
         if self.scorer is not None:
             return self.scorer.token_scores(batch.to(self.scorer.device)).to(batch.device)
         assert head is not None

@@ -29,11 +29,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Allowed(NamedTuple):
-    """Errors that two ways to compute the same function may have between them. Another function is far beyond.
+    """Allowed errors between two ways to compute the same function. A different function exceeds them by far.
 
-    training   relative, of logits, outputs and gradients of a forward
-    decoding   relative, of logits and attention states with a cache, whose sums are other ones
-    logps      absolute, of the log-prob of a token that was drawn with a cache
+    training   relative, for logits, outputs and gradients of a forward
+    decoding   relative, for logits and attention states with a cache, whose sums have another order
+    logps      absolute, for the log-prob of a token sampled with a cache
     """
 
     training: float
@@ -88,13 +88,13 @@ def check_parts(module: nn.Module, wanted: set[str], optional: Collection[str] =
 
 
 def projections_of(layer: Any) -> list[Any]:
-    """Return q, k, v, o, gate, up and down. Through `_modules`, which is faster than attributes of a module."""
+    """Return q, k, v, o, gate, up and down. Reading `_modules` is faster than a module's attributes."""
     attn, mlp = layer._modules["self_attn"]._modules, layer._modules["mlp"]._modules
     return [*(attn[name] for name in PROJECTIONS[:4]), *(mlp[name] for name in PROJECTIONS[4:])]
 
 
 def norms_of(layer: Any) -> list[Any]:
-    """Return the norms before attention and before the MLP, and those of queries and keys where there are some."""
+    """Return the norms before attention and before the MLP, then those of queries and keys if the layer has them."""
     attn = layer._modules["self_attn"]._modules
     head_norms = [attn[name] for name in ("q_norm", "k_norm") if name in attn]
     return [layer._modules["input_layernorm"], layer._modules["post_attention_layernorm"], *head_norms]
@@ -105,7 +105,7 @@ def eps_of(norm: nn.Module) -> float | None:
 
 
 def rms_norm_of(module: Any) -> RMSNorm:
-    """Return weight, eps and offset of a norm; Unsupported where it is no RMSNorm. RMSNorm of ones is weight + offset."""
+    """Return a norm's weight, eps and offset (RMSNorm of ones is weight + offset). Raise Unsupported if it is no RMSNorm."""
     eps = eps_of(module)
     if not isinstance(eps, float) or set(dict(module.named_parameters())) != {"weight"}:
         raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
@@ -119,7 +119,7 @@ def rms_norm_of(module: Any) -> RMSNorm:
 
 
 def activation_of(function: Any) -> str:
-    """Return the name in ACTIVATIONS of a function; Unsupported where it is none of them."""
+    """Return a function's name in ACTIVATIONS. Raise Unsupported if it is not one of them."""
     x = torch.linspace(-4, 4, 33)
     with torch.no_grad():
         found = function(x)
@@ -130,6 +130,6 @@ def activation_of(function: Any) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a hook listens to this module: a forward that leaves the module out would not call it."""
+    """Return whether the module has hooks. A fused forward does not call the module, so it would skip them."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)

@@ -1,8 +1,9 @@
-"""Attention whose sums have one order, and a layer's arithmetic with it and with products of that kind (`strop.ops.exact`).
+"""Attention with a fixed order of sums, and a layer's operations with it and the matmuls of `strop.ops.exact`.
 
-A query's keys are taken in blocks that begin at multiples of BLOCK_S of its sequence, from the first to the last, whether it
-is decoded, read with its prompt, or trained on. A block of which a query sees nothing changes none of its bits: the maximum
-stays, what is there is multiplied by 1, and 0 is added. So neither the queries beside it nor the sequence's length matter.
+Keys are processed in blocks that begin at multiples of BLOCK_S in their sequence, from first to last. This order is the
+same in decoding, prefill and training. A block that is fully masked for a query changes none of the query's bits: the
+maximum stays, the accumulators are multiplied by 1, and 0 is added. So neither other queries nor the sequence's length
+change a result.
 
 Shapes: N queries of S sequences, Q query heads, K key heads, R = Q/K, D numbers of a head, W of a row of q, k and v.
 """
@@ -20,16 +21,17 @@ from strop.ops.rows.launch import Launcher
 
 LOG2E = 1.4426950408889634
 NO_SCORE = tl.constexpr(-1e30)  # below every real score; finite, for −inf − (−inf) is NaN
-BLOCK_M, BLOCK_S, WARPS = 64, 64, 4  # one way for all: of other tiles a row's sums may be of another order
+BLOCK_M, BLOCK_S, WARPS = 64, 64, 4  # the same for all shapes: other tiles may sum a row in another order
 
 
 @dataclass
 class Runs:
-    """Where the queries of sequences are, and their keys: [S] int32 each, on the device.
+    """Positions of each sequence's queries and keys in memory: [S] int32 each, on the device.
 
-    start, count               of its queries among all; `most`: the largest count, known to the host
-    position                   of its first query in the sequence
-    prefix_start, prefix       where its first keys lie, and how many; the others begin at suffix_start
+    start, count               index of its first query among all, and number of its queries; `most` is the largest count,
+                               known to the host
+    position                   position of its first query in the sequence
+    prefix_start, prefix       index and number of its first keys; the others begin at suffix_start
     """
 
     start: torch.Tensor
@@ -42,7 +44,7 @@ class Runs:
 
     @classmethod
     def packed(cls, pass_: Packed) -> "Runs":
-        """Of sequences one after the other, whose keys lie where the queries do; made once a pass."""
+        """Return the runs of packed sequences, whose keys are stored where the queries are. Cached in the pass."""
         if "runs" not in pass_.memory:
             ends = pass_.cu_seqlens.to(torch.int32)
             start, zero = ends[:-1].contiguous(), torch.zeros_like(ends[:-1])
@@ -128,7 +130,7 @@ def attend(
     q_NQD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Runs, rule: Rule, table: torch.Tensor | None = None,
     layer: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, Q, D]; queries, and without a table keys and values too, are rows of qkv, [.., heads, D] a stride apart."""
+    """Return the output [N, Q, D]. Queries are strided views [.., heads, D] of qkv; without a table keys and values too."""
     (N, Q, D), K = q_NQD.shape, k.shape[1]
     if rule.softcap or Q // K > BLOCK_M:
         raise Unsupported("its scores are capped" if rule.softcap else f"{Q // K} of its query heads share a key head")
@@ -145,7 +147,7 @@ def attend(
 
 
 class Exact:
-    """A layer's products; norms, rotation and gate have no sums but over a row, and are `layer_kernels`' anyway."""
+    """The operations of a layer with a fixed order of sums. Norms, rotation and gate of `layer_kernels` sum only over a row."""
 
     product = staticmethod(product)
 
@@ -164,5 +166,5 @@ class Exact:
     def attend(
         pass_: Packed, rule: Rule, q_NQD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Nothing is kept for the backward, which computes attention again in its own way."""
+        """Return the output and no saved tensors: the backward recomputes attention by another kernel."""
         return attend(q_NQD, k_NKD, v_NKD, Runs.packed(pass_), rule), []

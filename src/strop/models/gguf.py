@@ -1,7 +1,7 @@
-"""Export to one GGUF file: weights, configuration, tokenizer and chat template, for llama.cpp and what reads its files.
+"""Export to one GGUF file: weights, configuration, tokenizer and chat template, for llama.cpp and compatible programs.
 
-Architectures are those whose layers GGUF stores one tensor for one, Llama's and Qwen's. What the file cannot hold is refused:
-once written, transformers reads the configuration and the tokenizer back, and both have to be the model's own.
+The architectures are Llama and Qwen, for which GGUF stores every tensor as one tensor. What the file cannot hold is
+refused: transformers reads configuration and tokenizer back from the written file, and both must equal the model's.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ import torch
 from strop._install import missing
 from strop._types import Json, Tokenizer
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # transformers' name: GGUF's
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # name in transformers: name in GGUF
 NUMERIC = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
            "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size", "max_position_embeddings", "hidden_act",
            "attention_bias", "mlp_bias", "layer_types", "sliding_window")  # fmt: skip
-PRE_TOKENIZERS = {  # what the pre-tokenizer's JSON contains: the name that GGUF has for it
+PRE_TOKENIZERS = {  # text in the pre-tokenizer's JSON: its name in GGUF
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|": "llama-bpe",
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}|": "qwen2",
 }
@@ -102,7 +102,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
     writer.add_tokenizer_pre(_pre_tokenizer(described["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    special.special_token_ids = {  # as the tokenizer has them now, whatever its files say
+    special.special_token_ids = {  # the tokenizer's current ids, which may differ from those in its files
         kind: found
         for kind in ("bos", "eos", "unk", "pad")
         if isinstance(found := getattr(tokenizer, f"{kind}_token_id", None), int)
@@ -111,7 +111,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _pre_tokenizer(described: Json) -> str:
-    """Return GGUF's name of the rule that cuts a text into words."""
+    """Return GGUF's name for the pre-tokenizer."""
     text = json.dumps(described, ensure_ascii=False)
     known = [name for part, name in PRE_TOKENIZERS.items() if json.dumps(part, ensure_ascii=False)[1:-1] in text]
     if known:
@@ -126,7 +126,7 @@ def _pre_tokenizer(described: Json) -> str:
 
 
 def _interleaved(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return rows in GGUF's order for Llama, whose rotation pairs neighbours and not the two halves of a head."""
+    """Return the rows in GGUF's order for Llama, whose rotation pairs neighbouring rows instead of a head's two halves."""
     halves = values.view(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 
@@ -137,7 +137,7 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
         writer.add_tensor(name, values)
         return
     stored = gguf.GGMLQuantizationType.F16
-    if kind == "q8_0" and values.shape[-1] % 32 == 0:  # numbers that share a scale
+    if kind == "q8_0" and values.shape[-1] % 32 == 0:  # 32 numbers share a scale
         stored = gguf.GGMLQuantizationType.Q8_0
     elif np.abs(values).max() > np.finfo(np.float16).max:
         raise ValueError(f"gguf must hold numbers of float16, found larger ones in {name}")
@@ -145,7 +145,7 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
 
 
 def _check(path: Path, config: Any, tokenizer: Any) -> None:
-    """Raise if the file says another configuration or has another tokenizer, as transformers reads it."""
+    """Raise a ValueError if transformers reads another configuration or tokenizer from the file."""
     from transformers import AutoConfig, AutoTokenizer
 
     read = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
@@ -165,7 +165,7 @@ def _check(path: Path, config: Any, tokenizer: Any) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return float(np.float32(value))  # GGUF's numbers are of 32 bits
+        return float(np.float32(value))  # GGUF stores float32
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items() if one is not None}
     return value
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` that takes its place once it is whole."""
+    """Yield a temporary path next to `path`, and rename it to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.stem}-{os.getpid()}.gguf")
     try:

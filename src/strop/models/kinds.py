@@ -1,4 +1,4 @@
-"""Kinds of models, what is inside of what, and what their configs say."""
+"""Predicates for the kinds of models, and access to wrapped models and their configs."""
 
 import contextlib
 import sys
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The module that torch.compile wrapped, or the module itself."""
+    """Return the module that torch.compile wrapped, or the module itself."""
     return getattr(model, "_orig_mod", model)
 
 
 def base_model(model: Any) -> Any:
-    """The Hugging Face model inside a peft model, or the model itself."""
+    """Return the Hugging Face model inside a peft model, or the model itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
@@ -38,10 +38,11 @@ def adapter_off(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """eval mode; afterwards every module is in the mode it was in, a part that was kept in eval mode too.
+    """Set eval mode; afterwards restore the mode of every module, also of parts that were in eval mode before.
 
-    By their flags: `eval()` of a few hundred modules takes milliseconds. Linear layers whose weights are no floating point
-    numbers are in training mode: on a CPU bitsandbytes' pack theirs for inference else, and have no gradient afterwards.
+    This sets the flags directly, because `eval()` of a few hundred modules takes milliseconds. Linear layers whose weights
+    are not floating point are put in training mode: in eval mode bitsandbytes' CPU layers repack their weights for inference
+    and have no gradient afterwards.
     """
     before = []
     for module in model.modules():
@@ -58,12 +59,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def is_plain(weight: object) -> bool:
-    """Whether a weight is torch's own kind of tensor: those of other libraries know few operators."""
+    """Return whether a weight is a tensor class of torch. Those of other libraries support few operators."""
     return type(weight).__module__.partition(".")[0] == "torch"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks a model is made of, one after the other."""
+    """Return the model's layers in order."""
     kinds = set(getattr(base_model(model), "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -83,13 +84,14 @@ def as_module(model: object) -> nn.Module:
 
 
 def shares(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a parameter is in both."""
+    """Return whether the two modules share a parameter."""
     ours = {id(param) for param in one.parameters()}
     return any(id(param) in ours for param in other.parameters())
 
 
 def is_moe(model: nn.Module) -> bool:
-    module = sys.modules.get("strop.moe.torch")  # not imported: then it is none, and transformers need not be loaded
+    # if the module was never imported, no model is of its class; importing it would load transformers
+    module = sys.modules.get("strop.moe.torch")
     return module is not None and isinstance(model, module.MoEForCausalLM)
 
 
@@ -103,27 +105,27 @@ def is_hugging_face(model: torch.nn.Module) -> bool:
 
 
 def is_classifier(model: torch.nn.Module) -> bool:
-    """A sequence classifier of transformers."""
+    """Return whether the model is a sequence classifier of transformers."""
     inner = base_model(model)
     return hasattr(inner, "config") and type(inner).__name__.endswith("ForSequenceClassification")
 
 
 def of_config(config: object, key: str) -> Any:
-    """A key of a config, or of the text part of a config of several."""
+    """Return a config's value for the key; of a multimodal config that of its text part."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return getattr(config, key, None)
 
 
 def listed_ids(value: int | Sequence[int] | None) -> list[int]:
-    """One token id, several, or None, as a list."""
+    """Return one token id, several, or None as a list."""
     return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread. Beside the MoE's engine or a GPU the host's tensors are small: threads that wait for work spin on the
-    engine's cores, and a GPU waits for the last of them, up to 40 ms on a shared machine."""
+    """Run torch on one thread. Next to the MoE engine or a GPU the host's tensors are small. More threads would spin on the
+    engine's cores while they wait for work, and a GPU would wait for the slowest, up to 40 ms on a shared machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,7 @@
 """Norm, rotation and gate of a decoder layer, each one Triton kernel forward and one backward.
 
-Everything is float32 inside and is rounded once, where it is stored. Offsets are 64-bit. Sizes and strides are constants of a
-kernel, numbers of tokens are not: a model has its kernels compiled once, whatever the lengths. Rows begin on multiples of
-16 bytes.
+All arithmetic is float32 and is rounded once, at the store. Offsets are 64-bit. Sizes and strides are compile-time constants,
+numbers of tokens are not: a model's kernels are compiled once for all lengths. Rows begin at multiples of 16 bytes.
 
 Shapes: N tokens, H hidden, F the width of the gate; heads of D numbers, Q + K + K of them in a row of qkv.
 """
@@ -13,9 +12,7 @@ import triton.language as tl
 
 from strop.ops.rows.launch import aligned
 
-NORM_PROGRAMS = (
-    528  # of a norm's backward: four for each of an H200's multiprocessors, each with its sum for the weight
-)
+NORM_PROGRAMS = 528  # in a norm's backward: four per multiprocessor of an H200, each with its own partial sum of dw
 NORM_TILE = 2048  # numbers that one program of a norm holds, at least a row
 GATE_BLOCK = 1024
 
@@ -94,7 +91,7 @@ def norm_bwd_kernel(
 
 
 def norm(x, w, eps, dtype, a=None, n=None):
-    """(x + a or x, its norm, r) of [N, H] or of heads [N, heads, D], whose tokens may lie apart."""
+    """Return (h = x + a or x, its norm, r) for x [N, H] or [N, heads, D]; the tokens may be strided."""
     (heads, H), num_rows = _heads(x), x.numel() // x.shape[-1]
     rows, block = _norm_tile(H)
     h = x if a is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, a.dtype))
@@ -108,7 +105,7 @@ def norm(x, w, eps, dtype, a=None, n=None):
 
 
 def norm_bwd(dn, h, w, r, dh, past=None, n=None):
-    """The weight's gradient; writes h's into dh, with `past`, what came past the norm; into n the norm once more."""
+    """Return dw. Write the gradient of h, plus the residual gradient `past`, into dh, and the recomputed norm into n."""
     (heads, H), num_rows = _heads(h), len(r)
     rows, block = _norm_tile(H)
     rows_each = -(-max(-(-num_rows // NORM_PROGRAMS), 1) // rows) * rows
@@ -132,7 +129,7 @@ def _norm_tile(H: int) -> tuple[int, int]:
 
 
 def _power_of_2(number: int) -> int:
-    """At least the number. Triton's own takes as long as a launch."""
+    """Return the next power of 2. Triton's own function takes as long as a launch."""
     return 1 << (number - 1).bit_length()
 
 
@@ -179,7 +176,7 @@ def _rotate(x_ptr, y_ptr, angles, d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK
 
 
 def rotate(q, k, cos, sin, into, backward=False):
-    """q [N, Q, D] and k [N, K, D] turned by the angles of cos and sin [.., N, D], into the same of another row, or their own."""
+    """Rotate q [N, Q, D] and k [N, K, D] by the angles of cos and sin [.., N, D]; write them to `into`, which may be q and k."""
     (N, Q, D), K = q.shape, k.shape[1]
     rotate_kernel(
         N, q, k, cos, sin, *into, num_warps=4, BACKWARD=backward, Q=Q, K=K, D=D,
@@ -237,7 +234,7 @@ def gate(gu_N2F):
 
 
 def gate_bwd(da_NF, gu_N2F):
-    """(d_gu, a), the latter in da's place."""
+    """Return (d_gu, a). The recomputed a overwrites da."""
     N, F = da_NF.shape
     d_gu_N2F = torch.empty_like(gu_N2F)
     gate_bwd_kernel(N * -(-F // GATE_BLOCK), da_NF, gu_N2F, d_gu_N2F, num_warps=4, F=F, BLOCK=GATE_BLOCK)

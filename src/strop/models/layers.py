@@ -1,10 +1,10 @@
-"""Decoder layers of the common kind with few kernels: RMSNorm, rotary attention, gated MLP (Llama, Qwen2 and 3, Mistral …).
+"""Fused decoder layers of the common kind: RMSNorm, rotary attention, gated MLP (Llama, Qwen2 and 3, Mistral …).
 
-A layer of transformers is some 60 kernels forward, most of them smaller than their launch, and keeps 60 kB a token for its
-backward at hidden 896. Within `Fused.used` it is one node of autograd: four products, attention, and a kernel each for
-residual + norm, rotation and gate. It keeps 8 kB, for norms and the MLP are computed again: one product more, and
-micro-batches of four times the tokens in less memory. Only numbers tell whether a layer is of that kind:
-`Fused.differs` holds output and gradients of each against the layer's own.
+A layer of transformers runs about 60 kernels forward. Most take less time than their launch, and the layer saves 60 kB per
+token for its backward at hidden 896. Within `Fused.used` a layer is one autograd node: four matmuls, attention, and one
+kernel each for residual + norm, rotation and gate. It saves 8 kB per token, because norms and the MLP are recomputed.
+This costs one more matmul, and micro-batches of four times the tokens fit in less memory. Whether a layer is of this kind
+shows only in its numbers: `Fused.differs` compares output and gradients of each layer with its own forward's.
 
 Shapes: N tokens, H hidden, F the width of the gate; Q query heads, K key heads, D numbers a head, W = (Q + 2·K)·D.
 """
@@ -42,11 +42,11 @@ from strop.ops.library import first_order
 
 @dataclass
 class Fused:
-    """A model's layers and last norm, to be used in this way.
+    """A model's decoder layers and last norm, with their fused forwards.
 
-    rules   of attention, by layer
-    parts   of the layers, which are not called
-    by      `Fast`, or `Exact`: sums have one order, and there is no other way
+    rules   attention rule of each layer
+    parts   submodules of the layers; the fused forward does not call them
+    by      `Fast`, or `Exact`, whose sums have a fixed order and which has no fallback
     """
 
     layers: list[Any]
@@ -57,7 +57,7 @@ class Fused:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Within, the layers compute so, unless somebody listens to a part that is not called then, or it drops out."""
+        """Use the fused forwards, unless attention has dropout or a part that would not be called has hooks."""
         drops = any(getattr(layer.self_attn, "attention_dropout", 0.0) for layer in self.layers)
         as_they_are = drops or any(map(has_hooks, self.parts))
         if as_they_are and self.by is Exact:
@@ -67,7 +67,7 @@ class Fused:
             yield
 
     def differs(self, read: Callable[[], object]) -> str | None:
-        """Where a layer computes something else than its own forward does when `read` runs the model; None if nowhere."""
+        """Return which layer's fused output or gradient differs from its own when `read` runs the model; None if none does."""
         found: list[str] = []
 
         def compared(module: nn.Module, forward: Callable[..., object], x: torch.Tensor, **known: object) -> Any:
@@ -91,9 +91,9 @@ class Fused:
 
 
 def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -> Fused:
-    """Return the model's layers; Unsupported, with the reason, where they are of another kind.
+    """Return the model's fused layers. Raise Unsupported, with the reason, if the layers are of another kind.
 
-    rules   what attention was asked for, by layer
+    rules   attention rule of each layer
     """
     decoder = base_model(model).get_decoder()
     layers, norm = list(getattr(decoder, "layers", [])), getattr(decoder, "norm", None)
@@ -108,7 +108,7 @@ def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -
 
 
 def _check_trainable(layer: Any) -> None:
-    """Raise Unsupported if the kernels of this file do not compute such a layer, although rollouts do."""
+    """Raise Unsupported if the kernels of this file cannot compute the layer. Rollouts support more kinds."""
     if activation_of(layer.mlp.act_fn) != "silu":
         raise Unsupported(f"its activation is {type(layer.mlp.act_fn).__name__}")
     if not _is_plain(layer):
@@ -123,13 +123,13 @@ def _check_trainable(layer: Any) -> None:
 
 
 def _is_plain(layer: object) -> bool:
-    """Return whether all projections are plain products: an adapter or a quantised weight is another class."""
+    """Return whether all projections are plain nn.Linear. Adapters and quantised weights are other classes."""
     return all(type(one) is nn.Linear for one in projections_of(layer))
 
 
 @contextlib.contextmanager
 def _replaced(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """Within, these modules compute so. Around one another: the inner one's forwards count, and the outer's come back."""
+    """Replace the forwards of these modules. In nested contexts the inner one applies; leaving it restores the outer one."""
     before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
@@ -146,7 +146,7 @@ def _replaced(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterato
 def _with_gradients(
     module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, known: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The output, and for a given gradient of it those of the input and of the norms' weights."""
+    """Return the output, and the gradients of the input and of the norms' weights for a fixed output gradient."""
     parts: list[Any] = [part for part in module.modules() if eps_of(part) is not None]
     norms = [part.weight for part in parts if part.weight.requires_grad]
     with torch.enable_grad():
@@ -169,7 +169,7 @@ def _layer(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **others: object,
 ) -> torch.Tensor:
-    if not _is_plain(layer):  # it was when it was tried
+    if not _is_plain(layer):  # an adapter was added after the trial
         if by is Exact:
             raise ValueError(
                 "exact must be False for a model with adapters, whose sums in training are others, found True"
@@ -186,23 +186,23 @@ def _layer(
 
 
 class Fast:
-    """A layer's products by cuBLAS, attention by torch's kernel."""
+    """The operations of a layer with cuBLAS matmuls and torch's attention kernel."""
 
     product = staticmethod(linear)
 
     @staticmethod
     def add_norm(x_NH, a_NI, weight, w, eps, dtype):
-        """h = x + a·weightᵀ, and its norm"""
+        """Return h = x + a·weightᵀ and its norm."""
         return kernels.norm(x_NH, w, eps, dtype, a=linear(a_NI, weight))[:2]
 
     @staticmethod
     def add(h_NH, m_NF, weight):
-        """h + m·weightᵀ"""
+        """Return h + m·weightᵀ."""
         return torch.addmm(h_NH, m_NF, weight.T) if h_NH.dtype == m_NF.dtype else h_NH + linear(m_NF, weight)
 
     @staticmethod
     def attend(pass_, rule, q_NQD, k_NKD, v_NKD):
-        """[N, Q, D], and what the backward needs besides."""
+        """Return the output [N, Q, D] and the other tensors that the backward needs."""
         if has_kernel(q_NQD, rule):
             out_NQD, *saved = pass_.flash(q_NQD, k_NKD, v_NKD, rule)
             return out_NQD, saved
@@ -210,7 +210,7 @@ class Fast:
 
 
 def computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype):
-    """A layer's forward, of training and of an exact rollout: y, what attention keeps, and r₁, raw, r_q, r_k, qkv, out, h."""
+    """Return a layer's y, attention's saved tensors, r₁, raw, r_q, r_k, qkv, out and h, in training and exact rollouts."""
     (w_1, w_2, w_q, w_k), (qkv, o, gate_up, down, bias), by = norms, joined, attend.by
     _, n1_NH, r1_N = kernels.norm(x_NH, w_1, eps[0], dtype)
     raw_NW = qkv_NW = by.product(n1_NH, qkv, bias)
@@ -230,7 +230,7 @@ def computed(x_NH, cos, sin, attend, eps, norms, joined, heads, dtype):
 
 
 class FusedLayer(torch.autograd.Function):
-    """x + attention(norm x), and to that the MLP of its norm."""
+    """y = h + MLP(norm h), h = x + attention(norm x)"""
 
     @staticmethod
     def forward(ctx: Context, x, angles, attend, eps, w_1, w_2, w_q, w_k, *projections):
@@ -253,7 +253,7 @@ class FusedLayer(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Context, dy: torch.Tensor):
-        saved = ctx.saved_tensors  # asked for once: gradient checkpointing gives them once
+        saved = ctx.saved_tensors  # read only once: gradient checkpointing returns them only once
         kept, projections, saved = saved[: ctx.num_kept], saved[ctx.num_kept :][:10], saved[ctx.num_kept + 10 :]
         x_NH, r1_N, raw_NW, r_q, r_k, qkv_NW, cos, sin, out_NQD, h_NH, w_1, w_2, w_q, w_k = kept
         dtype, heads, wants = ctx.dtype, ctx.heads, ctx.needs_input_grad[8:]
@@ -300,14 +300,14 @@ class FusedLayer(torch.autograd.Function):
 
 @dataclass
 class Attention:
-    """A layer's attention, forward and backward, outside of autograd. Where there is no kernel it is computed again."""
+    """A layer's attention, forward and backward, outside autograd. Without a kernel the backward recomputes the forward."""
 
     pass_: Packed
     rule: Rule
     by: Any
 
     def forward(self, *states: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """[N, Q, D] of q, k and v, and what the backward needs besides."""
+        """Return the output [N, Q, D] for q, k and v, and the other tensors that the backward needs."""
         return self.by.attend(self.pass_, self.rule, *states)
 
     def backward(self, d_out_NQD, q_NQD, k_NKD, v_NKD, out_NQD, saved) -> Sequence[torch.Tensor]:
@@ -342,16 +342,16 @@ class LastNorm(torch.autograd.Function):
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
-    """The dtype of products with x."""
+    """Return the dtype in which products with x are computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, Any]) -> tuple[Any, ...]:
-    """(qkv, o, gate_up, down, bias or None) in the dtype of the products: one copy of a layer's weights, in one kernel.
+    """Return (qkv, o, gate_up, down, bias or None) in `dtype`: a layer's weights, copied by one kernel.
 
-    A joined product is quicker than several, and the gradient of what goes into it is one sum. Layers of one shape take
-    turns in one piece of `memory`, whose parts are made once: what reads them is on the device before the next layer's copy.
+    One joined matmul is faster than several, and the gradient of its input is one matmul too. Layers of one shape share one
+    buffer in `memory`, allocated once. This is safe: the kernels that read it are queued before the next layer's copy.
     """
     sources = [one for one in projections if one is not None]
     kind = dtype, *(one.shape for one in sources)
@@ -363,7 +363,7 @@ def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, An
 
 
 def _joined(projections: Sequence[Any], dtype: torch.dtype) -> tuple[list[torch.Tensor], tuple[object, ...]]:
-    """Memory for each of the projections, and the same as joined matrices."""
+    """Return uninitialised memory for each projection, and the same memory as joined matrices."""
     q, k, v, *biases, o, gate, up, down = projections
     memory = [
         torch.empty(sum(len(one) for one in group), *group[0].shape[1:], dtype=dtype, device=q.device)
@@ -384,14 +384,14 @@ def _joined(projections: Sequence[Any], dtype: torch.dtype) -> tuple[list[torch.
 
 
 def _apart(row_NW: torch.Tensor, heads: list[int]) -> list[torch.Tensor]:
-    """q [N, Q, D], k [N, K, D] and v [N, K, D] of a row."""
+    """Return views q [N, Q, D], k [N, K, D] and v [N, K, D] of the rows."""
     return list(row_NW.view(row_NW.shape[0], sum(heads), -1).split_with_sizes(heads, 1))
 
 
 def _of_weights(
     wanted: Sequence[bool], dy_NO: torch.Tensor, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """dL/dW = dyᵀ·x in the weights' dtype, of those that lie one below the other."""
+    """Return dL/dW = dyᵀ·x for each of several weights stacked by rows, in the weights' dtype."""
     if not any(wanted):
         return [None] * len(weights)
     d_OI = torch.empty(dy_NO.shape[1], x_NI.shape[1], dtype=weights[0].dtype, device=dy_NO.device)

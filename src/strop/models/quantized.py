@@ -1,9 +1,9 @@
 """Quantised weights: linear layers whose frozen weights are 4-bit (nf4) or 8-bit (int8) numbers with scales.
 
-A product reads the weight as it is and rounds it to no other number: y = x · dequantised(W)ᵀ, in forward and backward, in
-training and in evaluation. So LoRA on a quantised base is LoRA on the dequantised one, and a merged model is what was trained.
+A product uses the dequantised weight without further rounding: y = x · dequantised(W)ᵀ, in forward and backward, in
+training and in evaluation. So LoRA on a quantised base is LoRA on the dequantised one, and a merged model is the trained one.
 
-nf4    bitsandbytes' 4-bit normal float: one of 16 numbers times the largest of each 64 neighbours (4.5 bits a weight)
+nf4    bitsandbytes' 4-bit normal float: one of 16 levels times the largest magnitude of each block of 64 (4.5 bits a weight)
 int8   W[o, i] ≈ q[o, i] · s[o], with s[o] = max|W[o]| / 127 (8 bits a weight)
 
 Shapes: O outputs of a layer, I inputs of it.
@@ -26,12 +26,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is quantised and frozen; `base_dtype` is that of the weight it was made of."""
+    """A linear layer whose weight is quantised and frozen; `base_dtype` is the dtype of the original weight."""
 
     scales: nn.Parameter
 
     def __init__(self, source: nn.Linear, method: str) -> None:
-        """Quantise the weight of `source`, whose bias is taken as it is."""
+        """Quantise the weight of `source`; share its bias unchanged."""
         super().__init__(source.in_features, source.out_features, source.bias is not None, device="meta")
         self.method, self.base_dtype = method, source.weight.dtype
         packed, scales = (_to_nf4 if method == "nf4" else _to_int8)(source.weight.detach())
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Linear):
         self.train(source.training)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the weight [O, I], computed in float32 and rounded once, to `dtype` or to that of the base."""
+        """Return the weight [O, I], computed in float32 and rounded once, to `dtype` or else to `base_dtype`."""
         shape, dtype = (self.out_features, self.in_features), dtype or self.base_dtype
         if self.method == "int8":
             return (self.weight.float() * self.scales[:, None]).to(dtype)
@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """y = x · Wᵀ + b. The weight is dequantised in forward and in backward, and kept in neither."""
+    """y = x · Wᵀ + b. Forward and backward each dequantise the weight and do not save it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias_O: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
@@ -98,9 +98,9 @@ def _bitsandbytes() -> Any:
 
 
 def quantize(model: Any, method: str) -> None:
-    """Replace every linear layer of a Hugging Face model, but its head, by a `QuantizedLinear`.
+    """Replace every linear layer of a Hugging Face model, except its head, by a `QuantizedLinear`.
 
-    Experts and convolutions that are no torch.nn.Linear keep their weights.
+    Experts and convolutions that are not a torch.nn.Linear stay as they are.
     """
     if not is_hugging_face(model) and not hasattr(model, "config"):
         raise ValueError(f"quantize must be None but for Hugging Face models, found a {type(model).__name__}")
@@ -119,12 +119,12 @@ def quantize(model: Any, method: str) -> None:
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """Return how the model is quantised: nf4 or int8; None if it is not."""
+    """Return the model's quantisation: nf4 or int8; None if it is not quantised."""
     return next((module.method for module in model.modules() if isinstance(module, QuantizedLinear)), None)
 
 
 def num_weights(model: nn.Module) -> int:
-    """Return how many weights the model has; of a quantised layer not how many bytes they take."""
+    """Return the number of weights; in a quantised layer the original number, not that of the packed tensor."""
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     packed = sum(module.weight.numel() + module.scales.numel() for module in quantized)
     whole = sum(module.in_features * module.out_features for module in quantized)
@@ -151,7 +151,7 @@ def dequantize_and_merge(model: Any) -> None:
 
 
 def merged_copy(model: Any) -> Any:
-    """Return a copy of a model with adapters, all of them merged in; a quantised base is dequantised first."""
+    """Return a copy of a model with all adapters merged; a quantised base is dequantised first."""
     model = copy.deepcopy(model)
     if quantization_of(model) is not None:
         dequantize_and_merge(model)
@@ -159,18 +159,18 @@ def merged_copy(model: Any) -> Any:
         return model.merge_and_unload()
     for name, module in list(
         model.named_modules()
-    ):  # of an adapter's folder transformers opens the base with its layers
+    ):  # transformers loads an adapter's folder as the base model with adapter layers
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     return model
 
 
-# ---- what cannot be trained ----
+# ---- layers that cannot be trained ----
 
 
 def check_differentiable(model: Any) -> None:
-    """Raise if a gradient cannot pass a layer whose weight is not a plain tensor: a head quantised elsewhere, for example."""
+    """Raise a ValueError if no gradient passes a layer whose weight is not a plain tensor, such as a head quantised elsewhere."""
     for name, why in not_differentiable(model).items():
         raise ValueError(
             f'model must be differentiable, found that {name}, {why}; quantize="nf4" or "int8" leaves the head as it is'

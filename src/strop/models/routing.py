@@ -1,11 +1,11 @@
-"""Routers of Hugging Face's Mixture-of-Experts models: which experts they choose, recorded and replayed.
+"""Recording and replay of the experts that routers of Hugging Face's Mixture-of-Experts models choose.
 
-A router (Mixtral's, Qwen2-MoE's, Qwen3-MoE's and those like them) is a module that gives of N tokens
+A router (of Mixtral, Qwen2-MoE, Qwen3-MoE and similar models) is a module that returns for N tokens
 
     logits [N, E],  weights [N, k] = softmax(logits) at the k largest, in most models divided by their sum,  experts [N, k]
 
-Hooks on it tell what it chose, or exchange that for what was chosen before. The weights of replayed experts come from the
-router's logits as they are now, so the gradient reaches the router.
+Forward hooks record the chosen experts or replace them by recorded ones. The weights of replayed experts are computed
+from the router's current logits, so the gradient reaches the router.
 
 Shapes: N tokens, L layers with a router, E experts, k of them chosen by a token.
 """
@@ -22,17 +22,17 @@ from torch import nn
 from strop.models.kinds import unwrapped
 from strop.models.trial import tried
 
-RECORDED = torch.int16  # what chosen experts are kept in
-Within = Callable[[], contextlib.AbstractContextManager[object]]  # around a forward
-NONE = -1  # in place of an expert where no choice was recorded
+RECORDED = torch.int16  # dtype of recorded expert ids
+Within = Callable[[], contextlib.AbstractContextManager[object]]  # makes the context in which a forward runs
+NONE = -1  # stands for an expert where no choice was recorded
 
 
 class Routers:
-    """Of one model, in the order of its layers.
+    """The routers of one model, in the order of its layers.
 
-    normalises   whether the weights of the chosen experts are divided by their sum
-    counts       [2] of every replay since they were last cleared: places (a token in a layer) where the router would
-                 have chosen other experts, and all places with a record
+    normalises   True if the weights of the chosen experts are divided by their sum
+    counts       [2] for every replay since the list was last cleared: the number of (token, layer) pairs where the
+                 router would have chosen other experts, and the number of pairs with a record
     """
 
     def __init__(self, modules: Sequence[nn.Module], normalises: bool):
@@ -42,7 +42,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], torch.Tensor]]:
-        """Within, the function given says which experts the latest forward chose: [N, L, k]."""
+        """Yield a function that returns the experts [N, L, k] of the latest forward."""
         chosen: list[Any] = [None] * len(self.modules)
 
         def keep(layer: int, output: Any) -> None:
@@ -52,20 +52,20 @@ class Routers:
             yield lambda: torch.stack(chosen, 1)
 
     def replay(self, chosen_NLk: torch.Tensor) -> "Replay":
-        """For a forward of so many tokens; NONE where a token's router chooses by itself."""
+        """Return the replay of these experts in a forward of N tokens. Where an entry is NONE, the router chooses."""
         wanted = [len(self.modules), self.top_k]
         if list(chosen_NLk.shape[1:]) != wanted:
             raise ValueError(f"routing must be of shape [N, {wanted[0]}, {wanted[1]}], found {list(chosen_NLk.shape)}")
         return Replay(self, chosen_NLk)
 
     def weights(self, logits_NE: torch.Tensor, experts_Nk: torch.Tensor) -> torch.Tensor:
-        """[N, k] of these experts, as the model weighs those that it chooses."""
+        """Return the weights [N, k] of these experts, computed as the model does for its own choice."""
         weights_Nk = logits_NE.softmax(-1, dtype=torch.float32).gather(-1, experts_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.normalises else weights_Nk
 
     @contextlib.contextmanager
     def _hooked(self, hook: Callable[[int, object], object]) -> Iterator[None]:
-        """hook   (layer, what its router gives) → what it is to give instead, or None"""
+        """Call the hook after every router. hook   (layer, router output) → another output, or None to keep it"""
 
         def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> object:
             return hook(layer, output)
@@ -83,9 +83,9 @@ class Routers:
 
 @dataclass
 class Replay:
-    """The experts of one forward, and of that forward computed again in the backward.
+    """The experts to use in one forward and in its recomputation during the backward.
 
-    changed   by layer, [N] whether the router would have chosen other experts than those recorded
+    changed   layer → [N], True where the router would have chosen other experts than those recorded
     """
 
     routers: Routers
@@ -95,7 +95,7 @@ class Replay:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Within, the routers choose so. A checkpointed layer asks for it within the forward too."""
+        """Make the routers return these experts. Contexts may nest: a checkpointed layer enters it inside the forward."""
         if self._is_used:
             yield
             return
@@ -107,7 +107,7 @@ class Replay:
             self._is_used = False
 
     def count(self) -> None:
-        """Into the routers' counts, after the forward."""
+        """Append to the routers' `counts`. Call it after the forward."""
         places = (self.chosen_NLk[..., 0] != NONE).sum()
         self.routers.counts.append(torch.stack([torch.stack(list(self.changed.values())).sum(), places]))
 
@@ -125,7 +125,7 @@ class Replay:
 
 @contextlib.contextmanager
 def replaying(routers: Routers | str, chosen_NLk: torch.Tensor, within: Within) -> Iterator[Within]:
-    """Around a forward, which takes place in what is given here: `within`, and in it the routers choose these experts."""
+    """Yield a context for one forward: `within`, and inside it the routers return these experts."""
     if isinstance(routers, str):
         raise ValueError(f"routing must be None: {routers}")
     replay = routers.replay(chosen_NLk)
@@ -139,11 +139,11 @@ def replaying(routers: Routers | str, chosen_NLk: torch.Tensor, within: Within) 
     replay.count()
 
 
-# ---- which they are ----
+# ---- finding the routers ----
 
 
 def find_routers(policy: Any) -> Routers | str:
-    """A policy's routers, or why there are none whose choices could be replayed."""
+    """Return a policy's routers, or the reason why no choices can be replayed."""
     if policy.kind == "moe":
         return "strop's own MoE routes alike in rollout and training, bit for bit"
     if policy.kind == "plain":
@@ -167,7 +167,7 @@ def routers_of(model: nn.Module) -> Routers | str:
 
 
 def _normalises(router: torch.nn.Module) -> bool | str:
-    """Whether it divides the weights of the chosen experts by their sum, found on a trial; or what else it does."""
+    """Return whether the router divides the chosen experts' weights by their sum, found by a trial; or why it is unusable."""
     sizes: list[Any] = [getattr(router, name, None) for name in ("top_k", "num_experts", "hidden_dim")]
     weight = next(router.parameters(), None)
     if weight is None or not all(isinstance(size, int) for size in sizes):
@@ -179,7 +179,7 @@ def _normalises(router: torch.nn.Module) -> bool | str:
         states_NH = torch.randn(8, hidden_dim, generator=torch.Generator().manual_seed(0)).to(weight)
         try:
             output = router(states_NH)
-        except TypeError as error:  # it asks for more than states
+        except TypeError as error:  # its forward takes more than the hidden states
             return f"cannot be tried alone ({error})"
         shapes = [list(one.shape) for one in output] if isinstance(output, tuple) and len(output) == 3 else None
         if shapes != [[8, num_experts], [8, top_k], [8, top_k]]:

@@ -1,7 +1,7 @@
-"""`Scorer`: a sequence classifier with one label as algorithms see it, a number for each sequence.
+"""`Scorer`: the interface of a sequence classifier with one label, which gives one scalar for each sequence.
 
-The number is the head's of the hidden state of the sequence's last token. Batches are read packed where the model can, as
-`Policy` reads them.
+The scalar is the head's output for the hidden state of the sequence's last token. Batches are read packed if the model
+supports it, as in `Policy`.
 
 Shapes: S sequences, N tokens; H hidden.
 """
@@ -19,7 +19,7 @@ from strop.models.policy import Policy, forward_arguments, last_hidden_state
 
 
 def as_scorer(model: object, tokenizer: Tokenizer | None = None) -> "Scorer":
-    """A Scorer over the model; a Scorer comes back as it is, with the tokenizer if it had none."""
+    """Return a Scorer of the model. A Scorer is returned as it is; its tokenizer is filled in if it had none."""
     if not isinstance(model, Scorer):
         return Scorer(model, tokenizer)
     if model.tokenizer is None:
@@ -46,19 +46,19 @@ class Scorer(Policy):
         """Whether a token's score is asked for too, as a critic's is: it must not depend on what comes after it."""
 
     def scores(self, batch: TokenBatch) -> torch.Tensor:
-        """[S] in float32 (float64 in float64); differentiable."""
-        # what is read is the last token, not one that predicts
+        """Return the scores [S], differentiable, in float32 (float64 for a float64 model)."""
+        # read the last token's state, not the state that predicts it
         return self.token_scores(replace(batch, places_n=batch.cu_seqlens[1:].long() - 1))
 
     def token_scores(self, batch: TokenBatch) -> torch.Tensor:
-        """[n] of the states that predict the tokens that count."""
+        """Return the scores [n] of the states that predict the tokens of the loss."""
         if self.shards is not None and not self.shards.are_whole:
             return self.shards.read(lambda: self.token_scores(batch))
         hidden_nH = self._at_places(self.decoder, batch, last_hidden_state)
         return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 
     def _try_hugging_face(self) -> None:
-        """Fill in how rows are read; ValueError for a model that scores every token and looks ahead."""
+        """Fill in how rows are read. Raise a ValueError if tokens are scored and the model is not causal."""
         self.no_hidden_because = self.no_fusing_because = "it is a sequence classifier"
         rows = self._try_reading(self.decoder, last_hidden_state)
         if self.scores_tokens:

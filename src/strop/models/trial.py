@@ -1,6 +1,6 @@
-"""What only a trial tells of a module: which ids it takes, whether it looks ahead, how it can be read. Leaves no trace in it.
+"""Trials that find out which ids a module takes, whether it is causal, and how it can be read. They leave it unchanged.
 
-N tokens of S sequences, n of them that count; T tokens of a row; V vocabulary.
+N tokens of S sequences, n of them in the loss; T tokens of a row; V vocabulary.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
 
-SPAN = re.compile(r"window|chunk|block_size")  # in names of a config's fields: how far a token sees
-LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, of those that a trial shortens
-LONGEST_SPAN = 256  # of those that a trial's rows exceed
+SPAN = re.compile(r"window|chunk|block_size")  # in names of config fields that limit how far a token sees
+LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, for fields that a trial shortens
+LONGEST_SPAN = 256  # the longest span that a trial's rows exceed
 
-TRIED = (1, 0, 1)  # ids that every vocabulary has, and that are no positions and no kinds of tokens
+TRIED = (1, 0, 1)  # ids in every vocabulary that cannot be confused with positions or token types
 
 
 def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], device: torch.device) -> int | None:
-    """Ids are below this: the size of the nn.Embedding that is given them. None where there is none to be found.
+    """Return the size of the nn.Embedding that receives the ids; None if none is found.
 
-    forward   the module on ids [S, T]
+    forward   calls the module on ids [S, T]
     """
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     ids_ST = torch.tensor([TRIED], device=device)
@@ -45,7 +45,7 @@ def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], devi
 
     hooks = [table.register_forward_pre_hook(look) for table in tables]
     try:
-        # what the module has against three tokens is no matter: the first real batch may have another shape
+        # ignore errors on three tokens: the first real batch may have a shape that works
         with tried(module, device), contextlib.suppress(Exception):
             forward(ids_ST)
     finally:
@@ -55,11 +55,11 @@ def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], devi
 
 
 def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch) -> bool | None:
-    """Whether the logits for a sequence's first token that counts change with that token and those behind it.
+    """Return whether the logits that predict a sequence's first loss token change with that token and later ones.
 
-    The prompt before it may be read in both directions. The batch keeps its shape, which the module is about to take
-    anyway. False also of a module that gives other logits each time it is asked: of that one nothing can be told.
-    None: this batch cannot tell, for want of completions or of a second id that the module is known to take.
+    The prompt may be read in both directions. The batch keeps its shape, which the module will read anyway. Return False
+    also if the module's logits differ from call to call, because then nothing can be concluded. Return None if this batch
+    cannot show it, because it has no completions or only one id.
     """
     first = {sequence: n for n, sequence in reversed(list(enumerate(batch.sequence_n.tolist())))}
     known = batch.ids_N.unique().tolist()
@@ -75,13 +75,13 @@ def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor],
         differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
         if differs is None:
             return False
-        # once more, this sequence alone: it is its own tokens, and neither chance nor another sequence
+        # repeat with this sequence alone, to rule out chance and other sequences
         as_it_is_V, changed_V = found([])[differs], found([sequences[differs]])[differs]
     return _is_same(as_it_is_SV[differs], as_it_is_V) and _is_same(changed_SV[differs], changed_V)
 
 
 def _with_others(batch: TokenBatch, first: dict[int, int], known: list[int]) -> TokenBatch:
-    """The batch with another id than the one that stands there, from these tokens to the end of their sequences."""
+    """Return the batch with the ids replaced by other ones, from these tokens to the end of their sequences."""
     ids_N = batch.ids_N.clone()
     for sequence, n in first.items():
         start, end = int(batch.places_n[n]) + 1, int(batch.cu_seqlens[sequence + 1])
@@ -90,9 +90,9 @@ def _with_others(batch: TokenBatch, first: dict[int, int], known: list[int]) -> 
 
 
 def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
-    """Up to what rounding makes of it: a causal convolution by a Fourier transform leaks into earlier tokens that much.
+    """Return whether logits are equal up to rounding. A causal convolution by FFT leaks that much into earlier tokens.
 
-    Banned tokens, far below all others, are no measure of what the others' logits are.
+    Banned tokens, whose logits are far below all others, are left out of the comparison.
     """
     in_16_bits = one_V.dtype.itemsize < 4 or torch.is_autocast_enabled(one_V.device.type)
     one_N, other_N = (logits_V[one_V > one_V.max() - 1e3].float() for logits_V in (one_V, other_V))
@@ -103,10 +103,10 @@ def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """In eval mode, without gradient, and with the random numbers put back."""
+    """Run a trial in eval mode and without gradient, and restore the RNG state afterwards."""
     rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with rng, torch.no_grad(), evaluating(module), warnings.catch_warnings():
-        # torch says it once in a process, of the first product in the thread of backwards, and then does what is needed
+        # torch warns once per process, at the first matmul in the backward thread, and then creates the context
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         yield
 
@@ -122,8 +122,8 @@ def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def shortened(model: nn.Module) -> Iterator[bool]:
-    """Within, windows, chunks and blocks of more than 256 tokens are a few tokens long, in configs and modules; afterwards
-    they are as before. Gives whether there are any: then short rows show what happens beyond them."""
+    """Shorten windows, chunks and blocks of more than 256 tokens to a few tokens, in configs and modules; restore them
+    afterwards. Yield whether there are any. If so, short rows show what happens beyond them."""
     config = getattr(base_model(model), "config", None)
     configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", ()))]
     owners: list[Any] = [one for one in configs if one is not None] + list(model.modules())
@@ -148,7 +148,7 @@ def shortened(model: nn.Module) -> Iterator[bool]:
 
 
 def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | str:
-    """The two parts of a Hugging Face model that give its logits, or why there are none to use."""
+    """Return the decoder and the LM head of a Hugging Face model, or the reason why they cannot be used."""
     if is_peft(model):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             return "its adapter adds tokens to the prompt"
@@ -183,22 +183,22 @@ Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
 
 
 def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
-    """What each layer asks of attention, or why the model cannot read packed sequences."""
+    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences."""
     try:
         _, rules = read(None)
-        # one that did not attend here has mixed the sequences
+        # a layer that did not call strop's attention has mixed the sequences
         if (missing := (num_layers or 0) - len(rules)) > 0:
             return f"{missing} of its layers do not attend through transformers' interface"
         found_NV, _ = read(rules)
     except Unsupported as error:
         return str(error)
-    except Exception as error:  # whatever a foreign forward raises, it is not to be read so
+    except Exception as error:  # a foreign forward may raise anything; then packing is not used
         return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
     return differs(found_NV, wanted_NV, "packed sequences") or rules
 
 
 def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
-    """How the logits of the rows read in this way differ from those of each row alone; None where they do not."""
+    """Return how the logits of rows read together differ from those of each row alone; None if they do not."""
     error = relative_error(found_NV, wanted_NV)
     if error <= ALLOWED[wanted_NV.dtype].training:
         return None
@@ -206,7 +206,7 @@ def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str |
 
 
 def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
-    """The same of what `read` gives; an exception means that it cannot be read so."""
+    """Return how the logits from `read` differ, or its exception as text; None if they do not differ."""
     try:
         return differs(read(), wanted_NV, what)
     except Exception as error:  # whatever a foreign forward raises
@@ -214,7 +214,7 @@ def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: s
 
 
 def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> Any:
-    """The decoder layers in few kernels, or why they stay as they are. exact: see `models.exact`"""
+    """Return the fused decoder layers, or the reason why they are not fused. exact: see `models.exact`"""
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
         return reason
     from strop.models.layers import fused  # imports Triton
@@ -228,25 +228,25 @@ def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], ob
         return f"its layers fail in that way ({type(error).__name__}: {error})"
 
 
-# ---- rows whose numbers depend on the longest of their call ----
+# ---- rows whose results depend on the longest row of the call ----
 #
-# Longrope takes other frequencies for all rows of a call once one is longer than a boundary, and dynamic rotary embeddings
-# take other ones for every length beyond it. The model's own rotary modules are called again on the first two positions,
-# beside positions before and behind each boundary that the config names.
+# Longrope changes the frequencies of all rows of a call if one row is longer than a boundary. Dynamic rotary embeddings
+# change them for every length beyond it. To find this, the model's rotary modules are called on the first two positions
+# together with positions before and after each boundary in the config.
 
-BOUNDARY = re.compile(r"max_position|max_seq_len|context_length")  # in names of fields of a config, and of modules
+BOUNDARY = re.compile(r"max_position|max_seq_len|context_length")  # in names of fields of configs and modules
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """One way in which a model calls a rotary module: its inputs were x and positions of such a shape."""
+    """A call that a model makes to a rotary module, with the arguments it used."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
 
     def __call__(self, *positions: int) -> list[torch.Tensor]:
-        """Return what the module gives for the first two positions, which stand before the given ones."""
+        """Return the module's output for positions 0 and 1 when the given positions follow them."""
         device = next(self.module.buffers()).device
 
         def other(value: Any) -> Any:
@@ -261,15 +261,15 @@ class Rotation:
         return [one[..., :2, :].clone() for one in (found if isinstance(found, (tuple, list)) else [found])]
 
     def changes(self, *positions: int) -> bool:
-        """Whether the rotation of the first two positions is another one beside these positions."""
+        """Return whether these positions change the rotation of positions 0 and 1."""
         alone, beside = self(), self(*positions)
-        self()  # dynamic frequencies stay those of the longest row until a short one
+        self()  # reset: dynamic frequencies stay those of the longest row until a short row is read
         return not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(alone, beside, strict=True))
 
 
 @contextlib.contextmanager
 def rotations(model: nn.Module) -> Iterator[list[Rotation]]:
-    """Within, fill the list with the ways in which the model calls its rotary modules."""
+    """Yield a list; on exit, add to it the calls that the model made to its rotary modules."""
     found: dict[tuple[int, str], Rotation] = {}
     result: list[Rotation] = []
 
@@ -289,11 +289,11 @@ def rotations(model: nn.Module) -> Iterator[list[Rotation]]:
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """Which rows may be read together: those on the same side of all boundaries.
+    """The rule for rows that may be read together: those on the same side of all boundaries.
 
-    boundaries   a row is beyond one if it has more tokens
-    apart        beyond so many tokens only rows of equal length belong together; None: nowhere
-    rotations    which do so
+    boundaries   a row is beyond a boundary if it has more tokens
+    apart        rows with more tokens than this are read only with rows of equal length; None if there is no such limit
+    rotations    the rotary calls that depend on the longest row
     """
 
     boundaries: tuple[int, ...]
@@ -302,37 +302,37 @@ class Sides:
 
     @property
     def told(self) -> str:
-        """Which rows are kept apart, in words."""
+        """The rule in words."""
         beyond = [f"rows on the same side of {boundary} tokens together" for boundary in self.boundaries]
         equal = [] if self.apart is None else [f"rows of more than {self.apart} tokens with rows of equal length"]
         return ", ".join(beyond + equal) + ": its rotation depends on the longest row of a call"
 
     def side(self, length: int) -> int:
-        """Return a number that is the same for two lengths if such rows can be read together."""
+        """Return a group number: rows whose lengths have the same number can be read together."""
         if self.apart is not None and length > self.apart:
             return length
         return -sum(length > boundary for boundary in self.boundaries)
 
     def steps(self, length: int) -> int | None:
-        """Return how many tokens a row of this length can get from steps with a cache; None: as many as it likes.
+        """Return how many tokens a row of this length can be extended by with a KV cache; None if there is no limit.
 
-        0 where the cache would be of another side, or the next token's frequencies are its own.
+        It is 0 if the cache would belong to another side, or if every length has its own frequencies.
         """
         if self.apart is not None and length > self.apart:
             return 0
         if any(length == boundary + 1 for boundary in self.boundaries):
-            return 0  # a cache of the tokens before the last would be one of the side before
+            return 0  # a cache without the last token would belong to the side before the boundary
         ahead = [boundary for boundary in (*self.boundaries, self.apart) if boundary is not None and boundary >= length]
         return min(ahead) + 1 - length if ahead else None
 
     def forget(self) -> None:
-        """Let the rotary modules forget the rows that they were called with: dynamic frequencies depend on the call before."""
+        """Reset the rotary modules, because dynamic frequencies depend on the previous call."""
         for rotation in self.rotations if self.apart is not None else ():
             rotation()
 
 
 def sides(rotations: list[Rotation], config: object) -> Sides | None:
-    """Return the sides of the boundaries at which rotations change with the longest row; None where none does."""
+    """Return the `Sides` of rotations that change with the longest row of a call; None if none changes."""
     boundaries: set[int] = set()
     apart: int | None = None
     for rotation in rotations:
@@ -362,11 +362,11 @@ def _lengths_in(fields: dict[str, Any]) -> set[int]:
     return found
 
 
-# ---- layers that no gradient can pass ----
+# ---- layers through which no gradient passes ----
 
 
 def not_differentiable(model: Any) -> dict[str, str]:
-    """Return why a gradient cannot pass layers, by their names; only weights that are no plain tensors are asked."""
+    """Return layer name → reason, for linear layers that pass no gradient. Only weights that are not plain are tested."""
     found = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -379,7 +379,7 @@ def not_differentiable(model: Any) -> dict[str, str]:
             with torch.enable_grad():
                 (gradient,) = torch.autograd.grad(module(x).float().sum(), x)
             why = "" if bool(gradient.any()) else "its gradient is 0"
-        except Exception as error:  # of a class that is not ours: whatever it raises
+        except Exception as error:  # a foreign class may raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         if why:
             found[name] = f"a {type(module).__name__} whose weight is a {type(weight).__name__}, is not ({why})"

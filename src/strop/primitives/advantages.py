@@ -26,7 +26,7 @@ SCALES = ("group", "batch", "none")
 
 @_compiled.compiled
 def compute_group_advantages(rewards: Array, *, ddof: int = 0, eps: float = 0.0) -> Any:
-    """Advantages of one group: (r − mean) / (std + eps).
+    """Return the advantages of one group: (r − mean) / (std + eps).
 
     rewards   (G,) float32 or float64; integers and booleans are taken as float64
     returns   (G,) of the same dtype; exactly 0 where all rewards are equal
@@ -43,11 +43,11 @@ def compute_group_advantages(rewards: Array, *, ddof: int = 0, eps: float = 0.0)
 def compute_batch_group_advantages(
     rewards: Array, group_size: int | None = None, *, ddof: int = 0, eps: float = 0.0, scale: str = "group"
 ) -> Any:
-    """Advantages of P groups of G rewards in one call.
+    """Return the advantages of P groups of G rewards.
 
     rewards   (P·G,) with group_size=G, or (P, G); float32 or float64; integers and booleans are taken as float64
-    scale     what the centred rewards are divided by: "group" each group's std + eps, "batch" the std + eps of all
-              rewards, "none" nothing
+    scale     the divisor of the centred rewards: "group" is each group's std + eps, "batch" the std + eps of all
+              rewards, "none" is 1
     returns   the same shape and dtype
     """
     array = as_rewards(rewards)
@@ -61,7 +61,7 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
     ddof = as_count(ddof, "ddof", 0)
     eps = as_number(eps, "eps", 0)
     check_choice(scale, "scale", SCALES)
-    scale = SCALES[SCALES.index(scale)]  # the literal itself: the kernel compares identity
+    scale = SCALES[SCALES.index(scale)]  # the same object: the kernel compares by identity
     if scale == "none":
         ddof = 0
     if array.size == 0 or size == 1:
@@ -71,7 +71,7 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
         raise ValueError(f"ddof must be below the {divided_by} rewards of a {scale}, found {ddof}")
     if kernel := _compiled.kernels.get("compute_batch_group_advantages"):
         found = kernel(array.reshape(groups, size), ddof=ddof, eps=eps, scale=scale)
-        if found is not None:  # None: the squares leave the kernel's range
+        if found is not None:  # None: the squares overflow or underflow in the kernel
             return found.reshape(array.shape)
     with np.errstate(over="ignore", under="ignore"):
         found = _advantages_numpy(array.reshape(groups, size).astype(np.float64), ddof, eps, scale)
@@ -79,12 +79,12 @@ def _advantages(array: np.ndarray, groups: int, size: int, ddof: int, eps: float
 
 
 def _advantages_numpy(rewards_PG: np.ndarray, ddof: int, eps: float, scale: str) -> np.ndarray:
-    """Return advantages of any finite rewards: scaled by a power of two into [−1, 1], their squares do not overflow."""
+    """Return advantages of any finite rewards. Scaling by a power of two to [−1, 1] keeps squares from overflowing."""
     largest = np.abs(rewards_PG).max(axis=None if scale == "batch" else 1, keepdims=True)
     exponent = np.frexp(largest)[1]
     scaled_PG = np.ldexp(rewards_PG, -exponent)
 
-    centred_PG = scaled_PG - scaled_PG[:, :1]  # from the first reward: equal rewards give exactly 0
+    centred_PG = scaled_PG - scaled_PG[:, :1]  # subtract the first reward: equal rewards give exactly 0
     centred_PG -= centred_PG.mean(axis=1, keepdims=True)
     if scale == "none":
         return np.ldexp(centred_PG, exponent)

@@ -2,8 +2,8 @@
 
     δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γλ·A_{t+1}        V and A are 0 after the last token
 
-t runs over the tokens that count: one whose mask is 0 is left out as if it were not there, and has the advantage 0. So
-the tool's words between two turns of a policy need no care. Sums are taken in float64 for both dtypes.
+t runs over the tokens whose mask is 1. The others are skipped and get the advantage 0, so tool output between two turns
+of a policy needs no special handling. Sums are taken in float64 for both dtypes.
 
 Shapes: B sequences, T tokens.
 """
@@ -21,10 +21,10 @@ from strop._types import Array
 def compute_gae(
     rewards: Array, values: Array, *, gamma: float = 1.0, lam: float = 0.95, mask: Array | None = None
 ) -> Any:
-    """Advantages of every token; advantages + values are the returns a critic learns.
+    """Return the advantages of every token. A critic is trained on advantages + values, the returns.
 
-    rewards   (B, T) or (T,), float32 or float64: of each token
-    values    the same shape and dtype: what the critic expects before each token
+    rewards   (B, T) or (T,), float32 or float64: the reward of each token
+    values    the same shape and dtype: the critic's value before each token
     gamma     γ, the discount, from 0 to 1
     lam       λ, from 0 (one step) to 1 (the whole return)
     mask      the same shape, True or 1 where a token counts

@@ -5,14 +5,14 @@
                                                                  never negative
 
 p is the policy that sampled the tokens, q the reference. The direction of k3 matters: d is *reference minus policy*,
-as TRL and verl compute it. One public library computes exp(p − q) − (p − q) − 1 under the same name; its values are
-those of this function with the arguments exchanged.
+as TRL and verl compute it. One public library computes exp(p − q) − (p − q) − 1 under the same name; to get its values,
+exchange the arguments.
 
-k3 is computed without cancellation: near the reference, where d is small and KL training lives, exp(d) − d − 1 is d²/2,
-which the subtraction would lose (in float32 entirely below d = 3e-4).
+k3 is computed without cancellation. Near the reference d is small and exp(d) − d − 1 is about d²/2, which a direct
+subtraction would lose (in float32 entirely below d = 3e-4).
 
-A token with p = −inf has probability 0 and contributes 0 to token_kl. A position whose mask is 0 contributes 0 whatever
-stands there. NaN anywhere else gives NaN. Sums are taken in float64 for both dtypes.
+A token with p = −inf has probability 0 and contributes 0 to token_kl. A position whose mask is 0 contributes 0,
+whatever its values are. NaN anywhere else gives NaN. Sums are taken in float64 for both dtypes.
 
 Shapes: B sequences, T tokens.
 """
@@ -30,7 +30,7 @@ from strop._types import Array
 
 @_compiled.compiled
 def compute_token_kl(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
-    """Σ exp(p)·(p − q) over all tokens.
+    """Return Σ exp(p)·(p − q) over all tokens.
 
     log_p, log_q   log-probs of policy and reference, float32 or float64, of one shape
     mask           the same shape, True or 1 where a token counts
@@ -40,13 +40,13 @@ def compute_token_kl(log_p: Array, log_q: Array, mask: Array | None = None) -> f
 
 @_compiled.compiled
 def compute_token_kl_f32(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
-    """`compute_token_kl` with float32 required."""
+    """Return the same as `compute_token_kl`, for float32 inputs only."""
     return _total("compute_token_kl", _token_kl_terms, log_p, log_q, mask, np.float32)
 
 
 @_compiled.compiled
 def compute_token_kl_schulman(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
-    """k3, Σ exp(q − p) − (q − p) − 1 over all tokens; p the policy, q the reference.
+    """Return k3, Σ exp(q − p) − (q − p) − 1 over all tokens; p is the policy, q the reference.
 
     log_p, log_q   log-probs of policy and reference, float32 or float64, of one shape
     mask           the same shape, True or 1 where a token counts
@@ -56,13 +56,13 @@ def compute_token_kl_schulman(log_p: Array, log_q: Array, mask: Array | None = N
 
 @_compiled.compiled
 def compute_token_kl_schulman_f32(log_p: Array, log_q: Array, mask: Array | None = None) -> float:
-    """`compute_token_kl_schulman` with float32 required."""
+    """Return the same as `compute_token_kl_schulman`, for float32 inputs only."""
     return _total("compute_token_kl_schulman", _schulman_terms, log_p, log_q, mask, np.float32)
 
 
 @_compiled.compiled
 def compute_batch_token_kl(log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None) -> Any:
-    """Σ exp(p)·(p − q) of each sequence.
+    """Return Σ exp(p)·(p − q) of each sequence.
 
     log_p, log_q   (B·T,) with seq_len=T, or (B, T); float32 or float64
     mask           the same shape, True or 1 where a token counts
@@ -75,7 +75,7 @@ def compute_batch_token_kl(log_p: Array, log_q: Array, seq_len: int | None = Non
 def compute_batch_token_kl_f32(
     log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
 ) -> Any:
-    """`compute_batch_token_kl` with float32 required."""
+    """Return the same as `compute_batch_token_kl`, for float32 inputs only."""
     return _per_sequence("compute_batch_token_kl", _token_kl_terms, log_p, log_q, seq_len, mask, np.float32)
 
 
@@ -83,7 +83,7 @@ def compute_batch_token_kl_f32(
 def compute_batch_token_kl_schulman(
     log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
 ) -> Any:
-    """k3 of each sequence, Σ exp(q − p) − (q − p) − 1; p the policy, q the reference.
+    """Return k3 of each sequence, Σ exp(q − p) − (q − p) − 1; p is the policy, q the reference.
 
     log_p, log_q   (B·T,) with seq_len=T, or (B, T); float32 or float64
     mask           the same shape, True or 1 where a token counts
@@ -96,7 +96,7 @@ def compute_batch_token_kl_schulman(
 def compute_batch_token_kl_schulman_f32(
     log_p: Array, log_q: Array, seq_len: int | None = None, mask: Array | None = None
 ) -> Any:
-    """`compute_batch_token_kl_schulman` with float32 required."""
+    """Return the same as `compute_batch_token_kl_schulman`, for float32 inputs only."""
     return _per_sequence("compute_batch_token_kl_schulman", _schulman_terms, log_p, log_q, seq_len, mask, np.float32)
 
 
@@ -155,7 +155,7 @@ _EXP_TAIL = [1 / math.factorial(k + 2) for k in range(12)]  # (e^d − 1 − d) 
 
 
 def _schulman_terms(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    d = np.minimum(q - p, 710.0)  # exp is infinite there; a bound keeps inf − inf out of it
+    d = np.minimum(q - p, 710.0)  # exp(710) is infinite; the bound avoids inf − inf
     near = np.clip(d, -0.35, 0.35)
     series = near * near * np.polynomial.polynomial.polyval(near, _EXP_TAIL)
     return np.where(near == d, series, np.exp(d) - (d + 1.0))

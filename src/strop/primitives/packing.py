@@ -1,4 +1,4 @@
-"""Packing sequences of different lengths into rows of one length, so that little of a batch is padding."""
+"""Packing of sequences of different lengths into rows of one length, so that a batch has little padding."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def pack_sequences(lengths: Array, max_length: int) -> list[list[int]]:
     """Assign sequences to bins of at most max_length tokens, first-fit decreasing.
 
     lengths   their lengths, or the sequences themselves
-    returns   bins of indices; within a bin longer sequences come first, equal ones in their original order
+    returns   bins of indices; within a bin longer sequences come first, equally long ones in their original order
 
     First-fit decreasing never needs more than 11/9 of the fewest possible bins (+ 6/9).
     """
@@ -35,19 +35,19 @@ def pack_sequences(lengths: Array, max_length: int) -> list[list[int]]:
 def collate_packed(
     sequences: Sequence[Array], bins: Sequence[Sequence[int]], pad_to: int | None = None, *, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Lay packed sequences out as a batch of one row per bin, for a varlen or padding-free forward.
+    """Return packed sequences as a batch of one row per bin, for a varlen or padding-free forward.
 
     sequences      1-D token ids: lists, arrays or tensors (then the result holds tensors)
-    bins           what `pack_sequences` returned; sequences in no bin are left out
-    pad_to         length L of every row; by default that of the longest
+    bins           the result of `pack_sequences`; sequences in no bin are left out
+    pad_to         length L of every row; by default that of the longest row
 
     input_ids      (bins, L) tokens, then pad_id
     position_ids   (bins, L) counted from 0 in every sequence, and in the padding
-    cu_seqlens     (segments + 1,) int32, where each segment of the flattened batch starts and, last, where it ends: every
-                   sequence is a segment, and the padding of a row is one more
-    labels         (bins, L) the tokens, −100 on the first of each sequence (nothing before it predicts it) and on padding
-    sequence_ids   (bins, L) which sequence a token is from, −1 on padding: `x[sequence_ids == i]` is sequence i's part of
-                   any (bins, L) result, in its original order
+    cu_seqlens     (segments + 1,) int32, the start of each segment of the flattened batch, and the end of the last one.
+                   Every sequence is a segment, and so is the padding of a row
+    labels         (bins, L) the tokens; −100 on the first of each sequence (no token predicts it) and on padding
+    sequence_ids   (bins, L) the index of each token's sequence, −1 on padding: `x[sequence_ids == i]` is sequence i's
+                   part of any (bins, L) result, in its original order
 
     One bin without pad_to gives a batch of shape (1, tokens) with no padding at all.
     """
@@ -99,7 +99,7 @@ def _lengths_of(sequences: Sequence[Any]) -> np.ndarray:
 
 
 def _flatten_bins(bins: Sequence[Sequence[int]], num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sequences row by row, and where each row ends among them."""
+    """Return the sequences' indices row by row, and the end of each row in this list."""
     for i, b in enumerate(bins):
         if not hasattr(b, "__len__"):
             raise TypeError(f"bins[{i}] must be a sequence of indices, found {type(b).__name__}")
@@ -127,7 +127,7 @@ def _row_length(lengths: np.ndarray, order: np.ndarray, row_ends: np.ndarray, pa
 
 
 def _first_fit_decreasing(lengths: np.ndarray, max_length: int) -> list[list[int]]:
-    """Return bins by the compiled function's tree: every node holds the largest room of the bins below it."""
+    """Return the bins. As in the compiled function, each node of a tree holds the largest room of the bins below."""
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [max_length] * (2 * leaves)
     bins: list[list[int]] = []

@@ -11,10 +11,10 @@ FEWEST_STEPS = 5
 
 @dataclass(frozen=True)
 class Alarm:
-    """A sign of trouble.
+    """A sign of trouble in a metric.
 
-    metrics   the first of these that the run has is looked at
-    fires     takes the means of the first and of the last tenth of its values
+    metrics   names of metrics; the first one that the run has is tested
+    fires     takes the means of the first and of the last tenth of its values, and returns whether to alarm
     """
 
     title: str

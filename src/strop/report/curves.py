@@ -15,7 +15,7 @@ SMOOTH_FROM = 20  # shorter curves are drawn as they are
 
 
 def smoothing_window(num_values: int) -> int:
-    """Return how many values a smoothed value averages, an odd number; 1 is no smoothing."""
+    """Return the number of values (odd) that a smoothed value averages; 1 is no smoothing."""
     return 1 if num_values < SMOOTH_FROM else 2 * (num_values // 30) + 3
 
 
@@ -27,7 +27,7 @@ def smooth(values: Numbers, window: int) -> np.ndarray:
 
 
 def thin(steps: Numbers, values: Numbers, most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points: the lowest and the highest value of each stretch, so that no spike is lost."""
+    """Return at most `most` points: the minimum and the maximum of each interval, so that no spike is lost."""
     steps, values = np.asarray(steps), np.asarray(values)
     if len(steps) > most:
         num_bins = max(most // 2 - 1, 1)
@@ -58,13 +58,13 @@ class Axis:
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value stands, from 0 at the low end to 1 at the high end."""
+        """Return a value's position on the axis, from 0 at the low end to 1 at the high end."""
         value = math.log10(value) if self.logarithmic else value
         return (value - self.low) / (self.high - self.low)
 
 
 def linear_axis(low: float, high: float, num_ticks: int = 5, *, whole: bool = False) -> Axis:
-    """Return a scale with round ticks, which begins and ends at a tick."""
+    """Return an axis with round ticks, which begins and ends at a tick."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -84,7 +84,7 @@ def log_axis(low: float, high: float) -> Axis:
 
 
 def value_axis(values: Numbers, *, from_zero: bool = False, fraction: bool = False, ratio: bool = False) -> Axis:
-    """Return the scale of a metric.
+    """Return the axis of a metric.
 
     A fraction's scale is 0 to 1, unless all values are small. A ratio's scale includes 1, and is logarithmic if the values
     span more than a factor of LOG_RATIO. Other scales start at 0 if that takes less than half of the height. They are
@@ -118,7 +118,7 @@ def _nice_step(rough: float) -> float:
 
 
 def short(value: float | None) -> str:
-    """Return a number in few characters: 0.0123, 1,234, 12.3k, 1.2e−5."""
+    """Return a number formatted with few characters: 0.0123, 1,234, 12.3k, 1.2e−5."""
     if value is None or not math.isfinite(value):
         return "–" if value is None else "not finite"
     size = abs(value)
@@ -135,7 +135,7 @@ def short(value: float | None) -> str:
 
 
 def percent(value: float, decimals: int = 1) -> str:
-    return f"{100 * value:.{decimals}f}\u00a0%"  # the space does not break
+    return f"{100 * value:.{decimals}f}\u00a0%"  # no-break space
 
 
 def tick_label(value: float, axis: Axis, fraction: bool = False) -> str:

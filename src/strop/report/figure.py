@@ -1,4 +1,4 @@
-"""Draw a report's main curves as an image, for a README."""
+"""The main curves of a report as an image, for a README."""
 
 from collections.abc import Sequence
 from pathlib import Path

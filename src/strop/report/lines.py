@@ -1,4 +1,4 @@
-"""Read growing files of JSON lines, each line once; hold the numbers of a metrics file as arrays."""
+"""Incremental reading of growing JSONL files, and a metrics file's numbers as arrays."""
 
 import json
 import math
@@ -13,27 +13,27 @@ import numpy as np
 from strop._types import Row
 from strop.training.logging import parse_line
 
-BLOCK = 1 << 20  # bytes read at once: the parts of a block stay in the cache
-SEEN = 64  # the last bytes read, compared at the next read to notice a file that was written anew
-JOIN_BELOW = 4096  # rows: smaller blocks of a table are put together
+BLOCK = 1 << 20  # bytes read at once: small enough for the CPU cache
+SEEN = 64  # last bytes read, compared at the next read to detect a rewritten file
+JOIN_BELOW = 4096  # rows: smaller blocks of a table are joined
 BLANKS = bytes.maketrans(b":,{}\n", b"     ")
 
 
 class LineReader:
-    """Reads the complete lines of a file; called again, those that were added since.
+    """A reader of a file's complete lines. Each later call reads only the lines added since.
 
-    A block counts as read when the next one is asked for: after an error it is read again.
+    A block counts as read when the next block is requested. So after an error it is read again.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.offset, self.num_lines = 0, 0  # read so far
-        self.is_cut_off = False  # the last line is not complete: the run was killed, or is writing just now
+        self.is_cut_off = False  # the last line is incomplete: the run was killed or is still writing
         self._inode, self._seen = 0, b""
-        self._mid_line = False  # the last line that was read had no newline yet
+        self._mid_line = False  # the last line read had no newline yet
 
     def was_replaced(self) -> bool:
-        """Return whether the file was replaced: it is another file, is shorter, or its last bytes read have changed."""
+        """Return whether the file was replaced: it is another file, it is shorter, or the last bytes read have changed."""
         if not self.path.is_file():
             return self.offset > 0
         about = self.path.stat()
@@ -44,7 +44,7 @@ class LineReader:
             return file.read(len(self._seen)) != self._seen
 
     def blocks(self) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yield blocks of new lines: (number of the first line, its offset, the lines without line ends)."""
+        """Yield blocks of new lines: (number of the first line, its offset, the lines without newlines)."""
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
@@ -53,7 +53,7 @@ class LineReader:
             rest = b""
             while read := file.read(BLOCK):
                 *lines, rest = (rest + read).split(b"\n")
-                if lines and self._mid_line and not lines[0].strip():  # the end of a line that was read without it
+                if lines and self._mid_line and not lines[0].strip():  # the newline of a line that was read without it
                     self._advance(lines[:1], 0)
                     lines, self._mid_line = lines[1:], False
                 if lines:
@@ -78,7 +78,7 @@ class LineReader:
 
 
 class Table:
-    """All lines that have the same metrics. Blocks are float64 [rows, 1 + metrics]; column 0 is the line's number."""
+    """All lines that have the same metrics. Blocks are float64 [rows, 1 + metrics]; column 0 is the line number."""
 
     def __init__(self, names: Sequence[str]):
         self.names = list(names)
@@ -108,7 +108,7 @@ class Table:
 
 
 class Columns:
-    """Every number of a metrics file: one table for each set of metrics. null becomes NaN; texts are left out."""
+    """All numbers of a metrics file: one table per set of metrics. null becomes NaN; texts are left out."""
 
     def __init__(self) -> None:
         self.tables: dict[tuple[str, ...], Table] = {}
@@ -122,7 +122,7 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """All metrics, in the order of their first appearance."""
+        """The names of all metrics, in order of first appearance."""
         found = dict.fromkeys(name for table in self.tables.values() for name in table.names)
         return [name for name in found if name not in ("step", "time")]
 
@@ -130,7 +130,7 @@ class Columns:
         return [table for table in self.tables.values() if name in table.names]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps in ascending order and their values. If several lines have one step, the last counts."""
+        """Return steps in ascending order and their values. If several lines have the same step, the last one is used."""
         tables = self.having(name)
         if not tables:
             return np.empty(0, np.int64), np.empty(0)
@@ -144,12 +144,12 @@ class Columns:
         return steps, values
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a metric. In tables that have a metric of the new name, that one is dropped."""
+        """Rename a metric. If a table already has a metric of the new name, that metric is dropped."""
         for table in self.having(old):
             table.names = ["" if name == new else new if name == old else name for name in table.names]
 
     def add(self, lines: Sequence[bytes], first: int, path: Path) -> None:
-        """Add lines; `first` is the number of the first one. If one of them is broken, nothing is added."""
+        """Add lines; `first` is the number of the first line. If a line is broken, nothing is added."""
         alike: dict[int, list[int]] = {}
         for i, line in enumerate(lines):
             if line.strip():
@@ -166,7 +166,7 @@ class Columns:
             self.tables.setdefault(names, Table(names)).add(rows)
 
     def condensed(self, most: int) -> "Columns":
-        """Return a copy whose tables have at most `most` rows: means of neighbouring rows, at the last of their steps."""
+        """Return a copy whose tables have at most `most` rows: means of neighbouring rows, at the last step of each group."""
         made = Columns()
         for key, table in self.tables.items():
             rows = np.concatenate(table.blocks)
@@ -185,7 +185,7 @@ class Columns:
 
 
 def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """Return names and numbers of lines, faster than JSON does. None unless all have the same names and finite numbers.
+    """Return the names and numbers of lines, faster than by JSON; None unless all have equal names and finite numbers.
 
     Split at the quotes, the lines are {, name, `: number, `, name, `: number}⏎{` and so on. The values without the
     characters of numbers must leave the same punctuation for each line.
@@ -202,7 +202,7 @@ def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | 
     if text.translate(None, b" 0123456789.eE+-") != b"".join(ends) * len(lines) or steps != ends[place] * len(lines):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # as older versions of NumPy say it
+        warnings.simplefilter("error", DeprecationWarning)  # older versions of NumPy warn instead of raising
         try:
             numbers = np.fromstring(text.translate(BLANKS), sep=" ")
         except (ValueError, DeprecationWarning):
@@ -226,7 +226,7 @@ def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> li
 
 
 def is_number(value: object, or_none: bool = False) -> TypeGuard[float]:
-    """Return whether a value is a number that fits a float: whole numbers in JSON may have any number of digits."""
+    """Return whether a value is a number that fits a float. Integers in JSON may be too large."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023
     return isinstance(value, float) or (or_none and value is None)

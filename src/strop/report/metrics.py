@@ -12,11 +12,11 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric is shown.
+    """The display settings of a metric.
 
     rank           orders the charts
-    by_algorithm   the number means something else in each algorithm
-    ratio          1 is no change
+    by_algorithm   the metric has another meaning in each algorithm
+    ratio          the metric is a ratio; 1 is no change
     """
 
     title: str
@@ -67,13 +67,13 @@ METRICS = {
     "tokens_per_second": Metric("Throughput", "tokens per second", "optimiser", 30, from_zero=True, in_summary=True),
     "memory": Metric("GPU memory", "peak, GiB", "optimiser", 31, from_zero=True, smoothed=False, scale=2.0**-30),
 }
-# not a main number of runs that have the other one: a policy gradient's loss stays near 0, an estimate is a substitute
+# not a main metric if the run has the other one: a policy gradient's loss stays near 0, an estimate is only a substitute
 SECOND_TO = {"loss": "reward/mean", "eval/loss": "reward/mean", "entropy_estimate": "entropy"}
-ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # second names in what train_step returns
+ALSO_CALLED = {"mean_reward": "reward/mean", "mean_kl": "kl"}  # aliases in the metrics of train_step
 
 
 def describe(name: str) -> Metric:
-    """Return how a metric is shown. `eval/…` is the metric on held-out data; an unknown one keeps its name as title."""
+    """Return a metric's display settings. `eval/…` is the metric on held-out data; an unknown metric's title is its name."""
     if name.startswith("eval/"):
         inner = describe(name.removeprefix("eval/"))
         unit = "" if "batch" in inner.unit else inner.unit

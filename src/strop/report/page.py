@@ -34,9 +34,9 @@ WHOLE_STEP = "time/step"
 SAMPLING_METRICS = {"reward/mean", "completion/truncated_fraction", "time/generate"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAX_BARS = 36
-MAX_DRAWN = 24  # runs whose curves, times and samples are on one page; the table of runs has all of them
+MAX_DRAWN = 24  # runs whose curves, times and samples are on the page; the table lists all runs
 MAX_LISTED = 50  # notes and alarms
-MAX_OPTIONS = 12  # columns of the options that differ between very many runs
+MAX_OPTIONS = 12  # columns for differing options, if there are very many runs
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class Section:
     charts: Sequence[Chart] = ()
 
 
-# ---- sections a caller may add ----
+# ---- sections that a caller may add ----
 
 
 def bar_section(
     title: str, groups: Mapping[str, Mapping[str, float]], *, under: str = "", fraction: bool = True
 ) -> Section:
-    """Return a section of bars side by side: {"greedy": {"before": 0.41, "after": 0.97}, "best of 8": {…}}."""
+    """Return a section of grouped bars: {"greedy": {"before": 0.41, "after": 0.97}, "best of 8": {…}}."""
     return Section(title, f'<div class="card">{bars(groups, fraction=fraction)}</div>', under)
 
 
 def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Section:
-    """Return a section of completions before and after.
+    """Return a section that compares completions before and after training.
 
     rows   dicts with prompt, before, after, and if known reward_before and reward_after
     """
@@ -82,7 +82,7 @@ def sample_section(title: str, rows: Sequence[Row], *, under: str = "") -> Secti
 
 
 def samples_section(runs: Sequence[Run]) -> Section | None:
-    """Return the section of samples, if there are any; several runs are folded."""
+    """Return the section of samples; None if there are none. If there are several runs, each is folded."""
     found: list[tuple[str, str]] = []
     for run in runs:
         if run.samples:
@@ -106,7 +106,7 @@ def render(
     lead: str,
     version: str | None = None,
 ) -> str:
-    """Return the page. With a version, it asks its server for newer versions of itself."""
+    """Return the page. With a version, the page polls its server for a newer version."""
     policy, of, live, complete, scripts = (
         POLICY,
         "",
@@ -141,7 +141,7 @@ def render(
 
 
 def _first_few(items: Sequence[str], what: str) -> str:
-    """Join list items: at most MAX_LISTED, then how many are left out."""
+    """Return the list items joined: at most MAX_LISTED, then the number of those left out."""
     more = f"<li>and {len(items) - MAX_LISTED:,} more {what}</li>" if len(items) > MAX_LISTED else ""
     return "".join(items[:MAX_LISTED]) + more
 
@@ -186,7 +186,7 @@ def _head(title: str, unit: str) -> str:
 
 
 def drawn(runs: Sequence[Run]) -> Sequence[Run]:
-    """Return the runs whose curves are drawn: all, or MAX_DRAWN, half of them the best and half spread over the others."""
+    """Return the runs to draw: all, or MAX_DRAWN of them, half the best and half spread evenly over the others."""
     if len(runs) <= MAX_DRAWN:
         return runs
     half = MAX_DRAWN // 2
@@ -195,7 +195,7 @@ def drawn(runs: Sequence[Run]) -> Sequence[Run]:
 
 
 def rank(runs: Sequence[Run]) -> list[Run]:
-    """Sort runs by the final value of the first main metric, the best first. Runs without that metric come last."""
+    """Return the runs sorted by the final value of the first main metric, best first. Runs without it come last."""
     names = main_names(runs, 1)
     if not names:
         return list(runs)
@@ -206,7 +206,7 @@ def rank(runs: Sequence[Run]) -> list[Run]:
 
 
 def _options_table(runs: Sequence[Run]) -> str:
-    """Return a table of very many runs: a row per run, a column per option that differs."""
+    """Return a table for very many runs: one row per run, one column per differing option."""
     cells = _option_cells([run.config for run in runs])
     differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
     if not differing:
@@ -221,7 +221,7 @@ def _options_table(runs: Sequence[Run]) -> str:
 
 
 def _option_cells(configs: Sequence[Json]) -> dict[str, list[str]]:
-    """Return the values of each option, one for each config, as text."""
+    """Return option → its value in each config, as text."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return {key: [json.dumps(c[key], ensure_ascii=False) if key in c else "–" for c in configs] for key in keys}
 
@@ -238,13 +238,13 @@ def curve_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _group(name: str, metric: Metric, runs: Sequence[Run]) -> str:
-    """Return the metric's section. Lengths of completions say nothing of the policy if the run samples none."""
+    """Return the metric's section. Completion lengths say nothing about the policy if the run samples none."""
     samples_none = all(not SAMPLING_METRICS & set(run.names) for run in runs if name in run.names)
     return "optimiser" if name.endswith("completion/length") and samples_none else metric.group
 
 
 def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
-    """Return one chart for all runs, or one per algorithm if the metric means something else in each."""
+    """Return one chart for all runs, or one per algorithm if the metric's meaning differs between algorithms."""
     found = [(i, run, run.series(name)) for i, run in enumerate(runs) if name in run.names]
     found = [(i, run, series) for i, run, series in found if len(series) or len(series.broken_steps)]
     algorithms = list(dict.fromkeys(run.algorithm for _, run, _ in found)) if metric.by_algorithm else [None]
@@ -285,7 +285,7 @@ def time_section(runs: Sequence[Run]) -> Section | None:
 
 
 def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
-    """Return the seconds of each phase, and as `other` what remains of the whole step."""
+    """Return the seconds of each phase, and as `other` the rest of the step."""
     series = {name.removeprefix("time/"): run.series(name) for name in names}
     whole = run.series(WHOLE_STEP)
     if len(whole):
@@ -295,7 +295,7 @@ def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
 
 
 def _at(steps: np.ndarray, series: Series) -> np.ndarray:
-    """Return the values at these steps, 0 at steps that the series lacks."""
+    """Return the values at these steps, and 0 where the series has no value."""
     if not len(series):
         return np.zeros(len(steps))
     index = np.minimum(np.searchsorted(series.steps, steps), len(series) - 1)
@@ -320,7 +320,7 @@ def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
 
 
 def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
-    """Return first steps and means of up to MAX_BARS stretches of steps."""
+    """Return the first step and the means of up to MAX_BARS intervals of steps."""
     first, *others = (s.steps for s in series.values())
     is_same = all(np.array_equal(first, other) for other in others)
     steps = first if is_same else np.unique(np.concatenate([first, *others]))
@@ -331,7 +331,7 @@ def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, li
 
 
 def facts(run: Run) -> Json:
-    """Return what is known of a run besides its options: model, data, rewards, command."""
+    """Return a run's facts besides its options: model, data, rewards, command."""
     header, model = run.header, run.header.get("model")
     rewards = [reward for reward in header.get("rewards") or () if isinstance(reward, dict)]
     found = {
@@ -385,7 +385,7 @@ def written(value: float, metric: Metric) -> str:
 
 
 def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
-    """Return a run's main numbers, at its start and at its end."""
+    """Return tiles with a run's main metrics at its start and at its end."""
     tiles = [Tile("Steps", f"{run.num_steps:,}", detail=duration(run.seconds) if run.seconds else "")]
     for name in sorted(run.names, key=lambda n: describe(n).rank):
         metric, series = describe(name), run.series(name)
@@ -399,18 +399,18 @@ def summary_tiles(run: Run, most: int = 6) -> list[Tile]:
 
 
 def _is_main(name: str, run: Run) -> bool:
-    """Return whether a metric says how a run went."""
+    """Return whether a metric is a main metric of the run."""
     return describe(name).in_summary and SECOND_TO.get(name) not in run.names
 
 
 def main_names(runs: Sequence[Run], most: int = 6) -> list[str]:
-    """Return the metrics that say how these runs went, the most important first."""
+    """Return the main metrics of these runs, the most important first."""
     found = dict.fromkeys(name for run in runs for name in run.names if _is_main(name, run) and len(run.series(name)))
     return sorted(found, key=lambda n: describe(n).rank)[:most]
 
 
 def summary_table(runs: Sequence[Run]) -> str:
-    """Return a table with a row per run; on a narrow screen each row is a card."""
+    """Return a table with one row per run; on a narrow screen each row becomes a card."""
     names, shown = main_names(runs), {id(run): i for i, run in enumerate(drawn(runs))}
     runs = rank(runs) if len(runs) > MAX_DRAWN else runs
     columns = ["run", "algorithm", "steps", "time", *(describe(n).title for n in names)]

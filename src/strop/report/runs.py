@@ -1,4 +1,4 @@
-"""Read run folders, which `train(output_dir=…)` writes, also those of runs that go on or were killed."""
+"""Reading of the run folders that `train(output_dir=…)` writes, including those of running or killed runs."""
 
 import json
 import warnings
@@ -15,12 +15,12 @@ from strop.report.lines import Columns, LineReader, is_number
 from strop.report.sample_index import SampleIndex
 
 HEADER, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
-MANY_RUNS, CONDENSED_ROWS = 40, 1000  # of more than MANY_RUNS each is reduced to CONDENSED_ROWS rows
+MANY_RUNS, CONDENSED_ROWS = 40, 1000  # if there are more than MANY_RUNS, each is reduced to CONDENSED_ROWS rows
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run. Values are finite; `broken_steps` are the steps at which they were not."""
+    """One metric of one run. The values are finite; `broken_steps` are the steps with non-finite values."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -39,8 +39,8 @@ class Series:
 class Run:
     """A run's folder in memory.
 
-    samples         the samples that the page shows
-    sampled_steps   steps all of whose samples are in `samples`
+    samples         samples that the page shows
+    sampled_steps   steps of which `samples` has all samples
     notes           problems found in the folder
     hidden          metrics that are not drawn
     """
@@ -87,11 +87,11 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """Every metric that is drawn, in the order of their first appearance."""
+        """The metrics to draw, in order of first appearance."""
         return [name for name in self.columns.names if name not in self.hidden]
 
     def series(self, name: str) -> Series:
-        """A metric by step; of several lines for one step the last counts."""
+        """Return a metric by step. If several lines have the same step, the last one is used."""
         steps, values = self.columns.series(name)
         is_good = np.isfinite(values)
         if is_good.all():
@@ -100,7 +100,7 @@ class Run:
 
 
 def flatten(tree: Json, prefix: str = "") -> Json:
-    """{"optim": {"eps": 1}} as {"optim.eps": 1}"""
+    """Return the tree with dotted names: {"optim": {"eps": 1}} becomes {"optim.eps": 1}."""
     flat: Json = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -111,7 +111,7 @@ def flatten(tree: Json, prefix: str = "") -> Json:
 
 
 class NothingLogged(ValueError):
-    """The run folder has no step yet, as after a kill in the first step."""
+    """The run folder has no logged step yet, for example after a kill in the first step."""
 
 
 def is_run(folder: Path) -> bool:
@@ -119,7 +119,7 @@ def is_run(folder: Path) -> bool:
 
 
 class RunReader:
-    """Reads one run folder. A second `read` reads only what was added to its files."""
+    """A reader of one run folder. A second `read` reads only the lines added to its files."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -158,11 +158,11 @@ def load_run(folder: str | Path, name: str | None = None) -> Run:
 
 
 def load_runs(folders: Iterable[str | Path], readers: dict[Path, RunReader] | None = None) -> list[Run]:
-    """Load several run folders; a folder that holds runs stands for all of them. Names are made distinct.
+    """Return the runs of several folders, with distinct names. A folder that contains runs stands for all of them.
 
-    A run that has logged nothing is left out with a warning; where no other is left, that is an error. Of more than
-    MANY_RUNS each metric is condensed to CONDENSED_ROWS values, so that memory does not grow with their length.
-    `readers` keep what was read for the next call.
+    A run without logged steps is left out with a warning; if no run is left, that is an error. If there are more than
+    MANY_RUNS, each metric is condensed to CONDENSED_ROWS values, so that memory does not grow with the runs' length.
+    `readers` keep their state for the next call.
     """
     found: list[Path] = []
     for folder in map(Path, folders):
@@ -196,7 +196,7 @@ def _condensed(run: Run) -> Run:
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last parts, as few as make it unique."""
+    """Return a name for each path: the fewest last parts that make it unique."""
     ends = [["/".join(path.parts[-depth:]) for depth in range(1, len(path.parts) + 1)] for path in paths]
     counts = Counter(end for of_path in ends for end in of_path)
     return [next((end for end in of_path if counts[end] == 1), of_path[-1]) for of_path in ends]

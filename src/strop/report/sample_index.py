@@ -1,4 +1,4 @@
-"""Choose the samples that the page shows, without keeping the others in memory."""
+"""Selection of the samples that the page shows, without keeping the others in memory."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ MAX_SAMPLES, MAX_STEPS = 6, 40
 
 
 class SampleIndex:
-    """An index of the samples in a growing file: line, offset, length, step and a hash of the prompt of each."""
+    """An index of the samples in a growing file: each one's line, offset, length, step and hash of the prompt."""
 
     def __init__(self, path: Path):
         self.reader = LineReader(path)
         self._places: list[tuple[int, int, int, int, int]] = []  # line, offset, length, step, prompt
 
     def update(self) -> None:
-        """Read what was added to the file."""
+        """Read the lines added to the file since the last call."""
         for number, offset, lines in self.reader.blocks():
             found = []
             for i, line in enumerate(lines):

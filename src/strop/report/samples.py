@@ -1,4 +1,4 @@
-"""Samples as HTML: early beside late ones, and all samples of each step, which can be sorted by reward."""
+"""Samples as HTML: early and late ones side by side, and all samples of each step, which can be sorted by reward."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ FEW_SAMPLES, MAX_SHOWN, MAX_LINES, MAX_KEPT = 4, 700, 12, 20_000
 
 
 class Side(NamedTuple):
-    """A completion: when it was drawn, its reward, and the score of each reward function."""
+    """A completion: when it was sampled, its reward, and the score of each reward function."""
 
     when: str
     completion: object
@@ -30,9 +30,10 @@ class Side(NamedTuple):
 
 
 def of_run(run: Run) -> tuple[str, str]:
-    """Return HTML and a line that says what it shows.
+    """Return HTML of early and late samples, and a line that describes it.
 
-    It shows prompts that were sampled early and late, or without such prompts the first sampled step beside the last.
+    It shows prompts that were sampled both early and late. Without such prompts it shows the first and the last sampled
+    step side by side.
     """
     by_prompt: dict[str, list[Json]] = {}
     for sample in run.samples:
@@ -51,7 +52,7 @@ def of_run(run: Run) -> tuple[str, str]:
 
 
 def by_step(run: Run) -> str:
-    """Return the samples of every step. The page's script shows one step at a time, in the order that is chosen."""
+    """Return the samples of every step. The page's script shows one step at a time, in the chosen order."""
     steps = run.sampled_steps
     parts = []
     for step in steps:
@@ -90,7 +91,7 @@ def card(prompt: object, sides: Sequence[Side]) -> str:
 
 
 def _content(completion: object) -> str:
-    """Return a text, or the turns of a conversation with their tool calls, as HTML."""
+    """Return a text, or a conversation's turns with their tool calls, as HTML."""
     if not (isinstance(completion, list) and completion and all(isinstance(turn, dict) for turn in completion)):
         return _long_text(as_text(completion))
     turns = []

@@ -27,8 +27,8 @@ WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
 NUM_COLOURS = 8
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-MAX_RAW = 8  # curves of a chart: if there are more, only smoothed curves are drawn, and the chart says so
-FEWEST_POINTS = 80  # of a curve among very many
+MAX_RAW = 8  # curves: charts with more draw only smoothed curves, and say so
+FEWEST_POINTS = 80  # points of a curve if there are very many curves
 
 
 def colour(index: int) -> str:
@@ -37,9 +37,9 @@ def colour(index: int) -> str:
 
 
 def escape(text: object) -> str:
-    """Return text for HTML: markup is escaped, control characters become symbols, halves of surrogate pairs �.
+    """Return text for HTML: markup is escaped, control characters become symbols, lone surrogates become �.
 
-    Characters that turn the direction of a line, and could disguise a text, are shown by their numbers.
+    Characters that change the text direction, and could disguise a text, are shown by their numbers.
     """
     shown = str(text).encode("utf-8", "replace").decode("utf-8")
     return html.escape(UNSEEN.sub(_symbol, shown))
@@ -66,7 +66,7 @@ class Chart:
     """A line chart: several curves over the step.
 
     fraction   values are from 0 to 1 and shown in per cent
-    ratio      1 is no change
+    ratio      values are ratios; 1 is no change
     """
 
     title: str
@@ -84,7 +84,7 @@ class Chart:
 
 
 def line_chart(chart: Chart) -> tuple[str, Json]:
-    """Return the SVG, and the data with which the page's script shows values under the pointer."""
+    """Return the SVG, and the data from which the page's script shows values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
     steps = [np.asarray(s)[[0, -1]] for c in chart.curves for s in (c.steps, c.broken_steps) if len(s)]
     scale = {"from_zero": chart.from_zero, "fraction": chart.fraction, "ratio": chart.ratio}
@@ -126,7 +126,7 @@ def _y(axis: Axis, value: float) -> float:
 
 
 def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, Json]:
-    """Draw thin raw values, the smoothed curve over them, and a cross on the axis for each value that is not finite."""
+    """Return a curve's SVG: thin raw values, the smoothed curve over them, and a cross on the axis for non-finite values."""
     window = smoothing_window(len(curve.values)) if chart.smoothed else 1
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
     if len(curve.broken_steps):
@@ -151,7 +151,7 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) ->
 
 
 def _polylines(points: tuple[list[int], list[float]], curve: Curve, axes: tuple[Axis, Axis], kind: str) -> str:
-    """Draw a line with gaps at values that are not finite."""
+    """Return a line with gaps at non-finite values."""
     broken = np.sort(np.asarray(curve.broken_steps, dtype=np.int64)).tolist()
     pieces: dict[int, list[str]] = {}
     for s, v in zip(*points, strict=True):
@@ -171,7 +171,7 @@ def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fra
     for tick in y_axis.ticks:
         y = _y(y_axis, tick)
         label = tick_label(tick, y_axis, fraction)
-        fit = f' textLength="{LEFT - 6}" lengthAdjust="spacingAndGlyphs"' if len(label) > 7 else ""  # not over the edge
+        fit = f' textLength="{LEFT - 6}" lengthAdjust="spacingAndGlyphs"' if len(label) > 7 else ""  # must fit
         text = f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end"{fit}>{label}</text>'
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>{text}')
     for x, label in x_ticks:
@@ -196,7 +196,7 @@ def _spoken(chart: Chart) -> str:
 
 
 def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) -> str:
-    """Draw the seconds of each phase as stacked bars, one bar per stretch of steps."""
+    """Return stacked bars of the seconds of each phase, one bar per interval of steps."""
     totals = [sum(column) for column in zip(*phases.values(), strict=True)]
     y_axis = linear_axis(0, max(totals) or 1)
     width = (WIDTH - LEFT - RIGHT) / max(len(steps), 4)

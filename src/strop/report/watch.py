@@ -1,4 +1,4 @@
-"""`strop report RUN --watch`: serve the page on localhost and update it while the run goes on."""
+"""`strop report RUN --watch`: serve the page on localhost and update it during the run."""
 
 import hashlib
 import threading
@@ -17,7 +17,7 @@ WAITING = f"{HEAD}</head><body><p>No step has been logged yet. {AGAIN}</p></body
 
 
 def version_of(folders: Sequence[Path]) -> str:
-    """Return a text that differs whenever a file of the runs has changed."""
+    """Return a string that changes whenever a file of the runs changes."""
     places = [place for folder in folders for place in (folder, *sorted(folder.glob("*/")))]
     files = [place / name for place in places for name in (HEADER, METRICS, SAMPLES)]
     stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if file.exists() and (stat := file.stat())]
@@ -25,15 +25,15 @@ def version_of(folders: Sequence[Path]) -> str:
 
 
 def problem_page(error: Exception) -> str:
-    """Return the page that is shown if the runs cannot be read or drawn."""
+    """Return the page for the case that the runs cannot be read or drawn."""
     told = escape(f"The report cannot be made: {error if isinstance(error, (ValueError, OSError)) else repr(error)}")
     return f'{HEAD}</head><body><p class="problem">{told}</p><p>{AGAIN}</p></body></html>'
 
 
 class Watch(ThreadingHTTPServer):
-    """Serves `page(version)` at /, and the present version at /version, by which the page sees that it is old.
+    """A server of `page(version)` at / and of the current version at /version, which the page polls.
 
-    A page is made once for each version, by one thread at a time, so `page` may keep state between calls.
+    Each version's page is made once, by one thread at a time, so `page` may keep state between calls.
     """
 
     daemon_threads = True
@@ -45,9 +45,9 @@ class Watch(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Answers)
 
     def answer(self) -> tuple[int, str]:
-        """Return the status and the text of the page as the files are now."""
+        """Return the HTTP status and the page's text for the current files."""
         with self._lock:
-            version = version_of(self.folders)  # before the page is made: what is written meanwhile counts as new
+            version = version_of(self.folders)  # read before the page is made, so that later writes count as new
             if self._made[0] != version:
                 self._made = (version, *self._make(version))
             return self._made[1:]
@@ -55,11 +55,11 @@ class Watch(ThreadingHTTPServer):
     def _make(self, version: str) -> tuple[int, str]:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of runs that have logged nothing yet
+                warnings.simplefilter("ignore")  # about runs without logged steps
                 return 200, self.page(version)
         except NothingLogged:
             return 200, WAITING
-        except Exception as error:  # a broken line, a folder that is gone: the reader must see it, not an empty reply
+        except Exception as error:  # such as a broken line or a missing folder: show it instead of an empty reply
             return 500, problem_page(error)
 
     @property
@@ -69,11 +69,11 @@ class Watch(ThreadingHTTPServer):
 
 class Answers(BaseHTTPRequestHandler):
     server: Watch
-    timeout = 30  # seconds; a connection that sends no request is closed then
+    timeout = 30  # seconds after which a connection without a request is closed
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in OWN_NAMES:  # another site whose name was made to point here (DNS rebinding)
+        if host not in OWN_NAMES:  # DNS rebinding: another site's name points here
             self.send_error(403, "only as localhost")
         elif self.path == "/version":
             self._send(200, version_of(self.server.folders), "text/plain")

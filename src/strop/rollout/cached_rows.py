@@ -1,12 +1,12 @@
-"""Caches of rows that go on later, so that of a conversation's next turn only the new tokens are read.
+"""Caches of rows that continue later. The next turn of a conversation then reads only its new tokens.
 
     cached = CachedRows()
     generate(policy, prompts, sampling, addresses=…, cached=cached.of([0, 1, 2]))      # three conversations begin
-    generate(policy, longer, sampling, addresses=…, cached=cached.of([0, 2]))          # two of them go on
+    generate(policy, longer, sampling, addresses=…, cached=cached.of([0, 2]))          # two of them continue
 
-A row's prompt must begin with what its last prompt was and what it drew then. Weights must be the same.
+A row's prompt must begin with its last prompt and the completion drawn for it. The weights must be the same.
 
-Seen: R rows read together, M new tokens of each, T tokens in all, K key heads, D head dimension.
+Shapes: R rows read together, M new tokens per row, T tokens in all, K key heads, D head dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ import torch
 from strop.models.attention import Pass, Rule, in_one_dtype, masked_attention
 from strop.rollout.slots import Prefill, States, in_slots
 
-CHUNK = 2048  # most tokens of a prompt read at once
+CHUNK = 2048  # maximum tokens of a prompt read at once
 
 
 @dataclass
 class CachedRows:
-    """What an engine keeps of rows between two calls.
+    """The cached rows of an engine, between two calls.
 
-    rows   what it keeps of each, by the row's number
-    now    the numbers of the rows that the prompts of the next call continue
+    rows   the cached values of each row, by the row's number
+    now    the row numbers that the prompts of the next call continue
     """
 
     rows: dict[int, Any] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class CachedRows:
 
 @dataclass
 class Extend(Pass):
-    """New tokens of rows, right-padded, behind what the cache holds of them.
+    """New tokens of rows, right-padded, that follow the tokens in the cache.
 
-    starts_R, lengths_R   where a row's slots begin, and how many are filled already
-    ends_R                how many are with the new tokens; `longest` is the most
-    tokens_N, slots_N     which of the R·M tokens are none of the padding, and where they go
+    starts_R, lengths_R   first slot of each row, and number of slots already filled
+    ends_R                number of slots filled after this pass; `longest` is the maximum
+    tokens_N, slots_N     indices of the real tokens among the R·M tokens, and their slots
     """
 
     kv: torch.Tensor
@@ -67,7 +67,7 @@ class Extend(Pass):
         mask_RMT = i_T <= positions_RM1
         if rule.window:
             mask_RMT &= i_T > positions_RM1 - rule.window
-        # the row's first slot in place of one that is not its own: that may hold NaN, which no mask takes back
+        # slots of other rows may hold NaN, which a mask does not remove: read the row's first slot instead
         slots_RT = self.starts_R[:, None] + i_T * (i_T < self.ends_R[:, None])
         keys, values = (kv[side][slots_RT].transpose(1, 2) for side in (0, 1))
         return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)[..., :size]
@@ -76,9 +76,9 @@ class Extend(Pass):
 def read_on(
     engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: object, most: int
 ) -> None:
-    """Fill the prompts' slots: what is cached is copied, equal new prompts are read once, the rest is read.
+    """Fill the prompts' slots. Cached rows are copied, equal new prompts are read once, all other tokens are read.
 
-    most   tokens read together, padding included
+    most   maximum number of tokens read together, padding included
     """
     starts = round_.prefix_starts
     first: dict[tuple[int, ...], int] = {}
@@ -111,7 +111,10 @@ def read_on(
 def read_chunks(
     engine: Any, prompts: Sequence[torch.Tensor], round_: Any, have: dict[int, int], read: object, most: int
 ) -> None:
-    """Read all but the last token of these prompts, of which so many are read, where their states are kept too."""
+    """Read all but the last token of these prompts, for models with states.
+
+    `have` is how many tokens were already read.
+    """
     rows = list(have)
     left = [len(prompts[i]) - 1 - have[i] for i in rows]
     for size, some, done in chunks_of(left, most, whole=not engine.continues):
@@ -122,12 +125,13 @@ def read_chunks(
 
 
 def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield (tokens, rows, tokens that each of these rows has read) until rows have read so many tokens as they have left.
+    """Yield (number of tokens, rows, tokens that each row has already read) until no row has tokens left.
 
-    A state is of a row's last token, so no row may be read with padding behind it. Rows read chunks of the same size
-    together: what all have left to read, or where their lengths are many, powers of two, the largest first.
+    A state belongs to a row's last token, so no row may be read with padding at its end. Rows therefore read chunks of
+    equal size together: the smallest remaining length if there are few different lengths, else powers of two, largest
+    first.
 
-    whole   only whole rows, those of one length together
+    whole   read only whole rows; rows of equal length are read together
     """
     done = [0] * len(left)
     while todo := [row for row in range(len(left)) if done[row] < left[row]]:
@@ -145,7 +149,7 @@ def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[t
 def _extend(
     engine: Any, round_: Any, part: Sequence[int], new: Sequence[torch.Tensor], have: Sequence[int], read: Any
 ) -> None:
-    """Read the new tokens of these prompts, behind the first ones that they have."""
+    """Read the new tokens of these prompts. `have` is how many tokens of each prompt were read before."""
     device, starts = engine.device, [round_.prefix_starts[i] for i in part]
     M = max(map(len, new))
     ids_RM = torch.zeros(len(part), M, dtype=torch.int64)
@@ -173,8 +177,10 @@ def _extend(
 
 
 def store(prompts: Sequence[torch.Tensor], lengths: Sequence[int], round_: Any, cached: CachedRows, width: int) -> None:
-    """Keys, values and states of every row so far: all but those of its last two tokens. The last drawn was never read, and
-    a row that ended is read once more in the slot before."""
+    """Store keys, values and states of every row, without its last two tokens.
+
+    The last drawn token was never read. The one before it is left out because an ended row is read again there.
+    """
     begin = sum(len(prompt) - 1 for prompt in prompts)
     for i, (row, prompt, length) in enumerate(zip(cached.now, prompts, lengths, strict=True)):
         start, own = round_.prefix_starts[i], begin + i * width

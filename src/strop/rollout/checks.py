@@ -1,4 +1,4 @@
-"""Whether a model can be run by the engine, and by fused layers: what its forward hands to attention, and its numbers."""
+"""Checks that the engine and its fused layers can run a model: its calls of attention, its states and its logits."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
-    """A few ragged prompts of ids the model knows, shorter than what it reads."""
+    """Return three prompts of different lengths, of ids the model knows and short enough for it."""
     size = policy.vocab_size or 2
     _, shorter, longest = policy.trial_lengths(room=2)
     lengths = (longest, shorter, 1)
@@ -28,7 +28,7 @@ def probe(policy: Policy) -> list[torch.Tensor]:
 
 
 def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
-    """Raise `Unsupported` if the log-probs of greedy completions of the probe are not those of the model's own forward."""
+    """Raise `Unsupported` unless greedy completions of the probe have the log-probs of the model's own forward."""
     prompts, model = probe(policy), base_model(unwrapped(policy.model))
     longest = policy.longest_together
     room = 6 if longest is None else longest - max(map(len, prompts)) + 1
@@ -39,7 +39,7 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
             tokens, logps = complete(policy, prompts, sampling, 1, uniforms_BT, ())
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a foreign model raises, this is no way for it
+        except Exception as error:  # a foreign model may raise anything; any error means that this engine cannot run it
             raise Unsupported(f"it fails ({type(error).__name__}: {error})") from error
         for prompt, new, found in zip(prompts, tokens, logps, strict=True):
             for i, token in enumerate(new):
@@ -52,7 +52,7 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
 
 
 def check_beyond_windows(complete: Callable[..., Sequence[Sequence[torch.Tensor]]], policy: Policy) -> None:
-    """The same where the windows and chunks of the model are longer than the probe: with shorter ones in their place."""
+    """Repeat `check_completions` with shortened windows and chunks, if those of the model are longer than the probe."""
     inner = unwrapped(policy.model)
     with shortened(inner) as is_shorter:
         if not is_shorter:
@@ -60,21 +60,21 @@ def check_beyond_windows(complete: Callable[..., Sequence[Sequence[torch.Tensor]
         try:
             with torch.no_grad():
                 base_model(inner)(input_ids=probe(policy)[0][None].to(policy.device))
-        except Exception:  # the model itself does not run so: nothing can be told
+        except Exception:  # the model itself fails with shortened windows, so nothing can be checked
             return
         check_completions(complete, policy)
 
 
 def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
-    """What the layers hand to attention. What is not as it should be is a reason not to use them."""
+    """Return what the layers pass to attention. Raise `Unsupported` if their forward fails."""
     seen = Seen()
     seen.states = States()
     try:
-        with layers.ready(), current(seen):  # not compiled: what is seen may be more than tensors
+        with layers.ready(), current(seen):  # not compiled, since `seen` may hold more than tensors
             layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
     except (Unsupported, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a model does with a cache or with arguments it does not know
+    except Exception as error:  # a foreign model may fail in any way with this cache and these arguments
         raise Unsupported(f"its forward fails with a cache of slots ({type(error).__name__}: {error})") from error
     return seen
 
@@ -83,7 +83,7 @@ def cache_shape(seen: Seen) -> CacheShape:
     shapes = set(seen.shapes.values())
     if not shapes and not seen.states.by_key:
         raise Unsupported("its attention layers do not go through transformers' attention interface")
-    if not shapes:  # slots that hold nothing
+    if not shapes:  # no layer has keys: slots are empty
         return CacheShape(0, 1, 1, 1, next(iter(seen.states.by_key.values())).dtype)
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
@@ -97,7 +97,10 @@ def cache_shape(seen: Seen) -> CacheShape:
 
 
 def check_states(found: Seen, wanted: Seen) -> None:
-    """The same queries, keys and values in every layer: logits alone hardly show a rotation in a model not yet trained."""
+    """Raise `Unsupported` unless queries, keys and values agree in every layer.
+
+    Logits alone hardly show a wrong rotation in an untrained model.
+    """
     if found.shapes != wanted.shapes:
         raise Unsupported("its layers are of another shape")
     pairs = [(a, b) for layer in wanted.given for a, b in zip(found.given[layer], wanted.given[layer], strict=True)]
@@ -107,9 +110,11 @@ def check_states(found: Seen, wanted: Seen) -> None:
 
 
 def check_against_forward(engine: Any, policy: Policy) -> None:
-    """Two greedy steps of the probe against plain forwards: the only way to know what a model does with positions.
+    """Compare two greedy steps of the probe with plain forwards.
 
-    The forwards use the experts of the steps. Else a choice that rounding decides would look like an error.
+    This is the only way to test how a model uses positions.
+
+    The forwards use the experts chosen in the steps. Otherwise a choice decided by rounding would look like an error.
     """
     prompts = probe(policy)
     routers = policy.routers if isinstance(policy.routers, Routers) else None

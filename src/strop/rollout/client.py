@@ -1,8 +1,8 @@
-"""Rollouts by servers that speak OpenAI's `/v1/completions`: a stock vLLM, or `strop serve`. Ids in, ids out, never text.
+"""Rollouts by servers that speak OpenAI's `/v1/completions`: a stock vLLM, or `strop serve`. Ids in, ids out, no text.
 
-Before a rollout the weights, if they have changed, are written once, and every server is told to load them and then asked
-for the log-probs of a fixed probe, which must be the trainer's. A server that fails is asked again, with the weights
-brought to it anew, since it may have been started anew; meanwhile the others take its requests.
+Before a rollout, changed weights are written once. Every server is told to load them and is then asked for the
+log-probs of a fixed probe, which must agree with the trainer's. A server that fails is asked again and receives the
+weights again, since it may have been restarted; meanwhile the other servers take its requests.
 """
 
 import collections
@@ -25,26 +25,26 @@ from strop._types import Json
 from strop.config import ServerConfig
 from strop.models import Policy
 
-NEEDS = {  # what a server must be started with to have these
+NEEDS = {  # start options a server needs for these paths
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
     "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
     "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "/v1/unload_lora_adapter": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # a server that answers so may answer better in a while
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # temporary errors: the server may answer a later request
 PROBE = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "prompt_logprobs": 0}
 Completion = tuple[torch.Tensor, torch.Tensor]  # ids and log-probs
-SIGMAS = 8  # two sets of weights are told apart where their log-probs differ by so many standard errors of a server's
+SIGMAS = 8  # two versions of the weights are distinguishable if their log-probs differ by this many standard errors
 
 
 class ServerError(RuntimeError):
-    """A server said what it must not; the message begins with its address."""
+    """The server sent an invalid reply, or an error. The message begins with its address."""
 
     status: int | None = None
 
 
 class Unreachable(ServerError):
-    """It may answer better in a while."""
+    """A temporary failure: the server may answer a later request."""
 
 
 # ---- weights ----
@@ -52,11 +52,11 @@ class Unreachable(ServerError):
 
 @dataclass
 class Weights:
-    """A version of the weights that servers are to have.
+    """A version of the weights that servers should have.
 
-    logps     of the probe's tokens by the trainer; `old` those of an earlier version that is to be told from this one
-    apart     how far from `logps` the servers' are, at most
-    refused   why a server could not be brought to have them: they are offered to none any more
+    logps     the trainer's log-probs of the probe; `old` are those of an earlier version, to tell them apart
+    apart     the largest distance (root mean square) of a server's log-probs from `logps` so far
+    refused   the error of the server that could not load them; no server is offered them again
     """
 
     name: str
@@ -68,7 +68,7 @@ class Weights:
     refused: ServerError | None = None
 
     def check(self, found: torch.Tensor, url: str, tolerance: float) -> None:
-        """Raise where these log-probs, which a server gave after it was told to load the weights, are not theirs."""
+        """Raise unless `found`, a server's log-probs of the probe after a sync, are those of these weights."""
         apart, stale = _rms(found - self.logps), math.inf if self.old is None else _rms(found - self.old)
         if stale < apart and self._differ(min(stale, apart)):
             raise ServerError(
@@ -83,12 +83,12 @@ class Weights:
         self.apart = max(self.apart, apart)
 
     def _differ(self, noise: float) -> bool:
-        """Whether a server whose log-probs have this error can tell these weights from the old ones."""
+        """Return whether log-probs with this error can distinguish these weights from the old ones."""
         return self.old is not None and _rms(self.logps - self.old) * len(self.logps) ** 0.5 > SIGMAS * noise
 
     @property
     def baseline(self) -> torch.Tensor:
-        """What the next version is to be told from: these weights if the servers were seen to have them and not the old."""
+        """Log-probs of the version that servers are known to have: this one if they were seen to have left the old."""
         return self.logps if self.old is None or self._differ(self.apart) else self.old
 
 
@@ -100,40 +100,43 @@ def _rms(difference: torch.Tensor) -> float:
 
 
 class Server:
-    """Requests to one address, and which weights it has."""
+    """Requests to one address, and the weights that the server has."""
 
     def __init__(self, url: str, config: ServerConfig):
         self.url, self.config = url.rstrip("/").removesuffix("/v1"), config
         self.failing_since: float | None = None
         self.has_answered = False
-        self._nobody_listens = False  # at the last request
-        self._weights: Weights | None = None  # that it has; None after a failure
-        self._model = ""  # what it is asked for: the model's name there, or the adapter's
+        self._nobody_listens = False  # True if the last request found no server
+        self._weights: Weights | None = None  # the weights the server has; None after a failure
+        self._model = ""  # the name in requests: the model's or the adapter's
         self._turn = threading.Lock()
 
     @property
     def patience(self) -> float:
-        """Return for how many seconds the server may fail before it is given up."""
+        """The seconds that the server may fail before it is given up."""
         never_started = self._nobody_listens and not self.has_answered
         return min(self.config.server_timeout, self.config.server_start_timeout if never_started else math.inf)
 
     @property
     def late(self) -> bool:
-        """Whether it fails, and has done so for too long."""
+        """True if the server fails and has failed for longer than `patience`."""
         return self.failing_since is not None and time.monotonic() - self.failing_since > self.patience
 
     def failed(self, since: float, error: ServerError) -> None:
-        """One that broke off may have been started anew, with other weights."""
+        """Note a failure.
+
+        A server that broke off may have been restarted with other weights, so its weights count as unknown.
+        """
         self.failing_since = self.failing_since or since
         if error.status in (None, 500):
             self._weights = None
 
     def hold(self, weights: Weights) -> None:
-        """Bring these weights to the server, unless it has them."""
+        """Load these weights into the server, unless it has them."""
         with self._turn:
             if self._weights is weights:
                 return
-            if weights.refused is not None:  # by the request before this one
+            if weights.refused is not None:  # the previous request found that they cannot be loaded
                 raise weights.refused
             if self.late:
                 raise Unreachable(f"{self.url} does not answer")
@@ -155,13 +158,16 @@ class Server:
                 raise Unreachable(f"{self.url} does not empty its prefix cache after a sync")
             return
         if self._model and self._model != weights.name:
-            self._told_to("/v1/unload_lora_adapter", 404, lora_name=self._model)  # 404: it was started anew
-        again = 400 if self._model == weights.name else None  # then it may have it still
+            self._told_to("/v1/unload_lora_adapter", 404, lora_name=self._model)  # 404: the server was restarted
+        again = 400 if self._model == weights.name else None  # 400: it still has the adapter
         self._told_to("/v1/load_lora_adapter", again, lora_name=weights.name, lora_path=str(weights.folder))
         self._model = weights.name
 
     def _told_to(self, path: str, fine: int | None = None, **body: Any) -> object:
-        """A request that changes the server. An error it answers with is final, but for `fine`, which is none."""
+        """Send a request that changes the server.
+
+        Errors in the reply are final, except the status `fine`, which is ignored.
+        """
         try:
             return self.post(path, body)
         except ServerError as error:
@@ -180,7 +186,7 @@ class Server:
         raise ServerError(f"{self.url} must list its model at /v1/models, found {_shown(answer)}")
 
     def _probe(self, weights: Weights) -> torch.Tensor:
-        """Log-probs of the probe. Of the only token that top_k=1 leaves the processed log-prob is 0."""
+        """Return the log-probs of the probe. With top_k=1 one token is left, so its processed log-prob must be 0."""
         choice = self._choices(self.complete(PROBE | {"prompt": weights.probe}), 1)[0]
         found = self._prompt_logps(choice, weights.probe)
         try:
@@ -195,7 +201,7 @@ class Server:
         return torch.tensor(found, dtype=torch.float64)
 
     def prompt_logps(self, ids: list[int]) -> list[float]:
-        """Of every token but the first, by the model the server was started with."""
+        """Return log-probs of every token but the first, by the model the server was started with."""
         self._model = self._model or self._base_model()
         return self._prompt_logps(self._choices(self.complete(PROBE | {"prompt": ids}), 1)[0], ids)
 
@@ -207,13 +213,16 @@ class Server:
             raise ServerError(f"{self.url} must give prompt_logprobs, found {_shown(choice)}") from None
 
     def complete(self, asked: Json) -> Any:
-        """Everything is said, since a server takes what is not said from the model's generation_config."""
+        """Send a completion request with every option set.
+
+        A server takes missing options from the model's generation_config.
+        """
         told = {"model": self._model, "n": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
                 "frequency_penalty": 0.0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         return self.post("/v1/completions", told | asked)
 
     def completions(self, asked: Json, policy: Policy) -> list[Completion]:
-        """Ids and log-probs of each completion; an answer that cannot be one is an error."""
+        """Return ids and log-probs of each completion. Raise if the answer is invalid."""
         choices = self._choices(self.complete(asked), asked["n"])
         return [self._checked(choice, asked, policy) for choice in choices]
 
@@ -250,7 +259,7 @@ class Server:
         return self._call("POST", path, json.dumps(body))
 
     def _call(self, method: str, path: str, body: str | None = None) -> Any:
-        """The answer's JSON, or as text what is none."""
+        """Return the answer's JSON, or its text if it is not JSON."""
         address = urllib.parse.urlsplit(self.url)
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -283,7 +292,7 @@ class Server:
 
 
 def _of(value: object, key: str, default: object = None) -> Any:
-    """A key of what should be an object."""
+    """Return the value of a key; the default if `value` is not a dict."""
     return value.get(key, default) if isinstance(value, dict) else default
 
 
@@ -298,12 +307,18 @@ _waiting: list["Pending"] = []
 
 
 def is_stuck() -> bool:
-    """Return whether a rollout waits for servers that all fail. A signal then acts at once: no step can be finished."""
+    """Return whether a rollout waits for servers that all fail.
+
+    A signal then acts at once, since no step can be finished.
+    """
     return any(pending.is_stuck for pending in _waiting)
 
 
 class Pending:
-    """Requests on their way. Every server has threads that take the next prompt; one that failed goes back to be taken."""
+    """Requests in progress.
+
+    Each server has threads that take the next prompt; the prompt of a failed request is taken again.
+    """
 
     def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, object]], policy: Policy):
         self._servers, self._requests, self._weights, self._policy = servers, requests, weights, policy
@@ -320,7 +335,7 @@ class Pending:
             threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
     def result(self) -> list[Completion]:
-        """Ids and log-probs of all completions, in the order of the requests. Waits."""
+        """Wait for all completions and return their ids and log-probs, in the order of the requests."""
         _waiting.append(self)
         try:
             return self._result()
@@ -329,7 +344,7 @@ class Pending:
 
     @property
     def is_stuck(self) -> bool:
-        """True if every server fails at present, so that nobody knows when the step goes on."""
+        """True if every server fails at present, so that it is unknown when the step can go on."""
         return all(server.failing_since is not None for server in self._servers)
 
     def _result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -380,7 +395,10 @@ class Pending:
                     self._turn.notify_all()
 
     def _failed(self, server: Server, index: int, error: Unreachable) -> bool:
-        """The prompt is for another to take. Whether the server has had its time; the last one's end is that of all."""
+        """Put a failed request back for another server; return whether this server is given up.
+
+        The last one to be given up ends the rollout.
+        """
         late = server.late
         with self._turn:
             self._todo.append(index)

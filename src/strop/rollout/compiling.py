@@ -1,4 +1,4 @@
-"""When the kernels of a rollout are compiled: those of a step all at once, those of long prompts before there is one."""
+"""Compilation of a rollout's kernels: those of a step in parallel, those of long prompts in advance."""
 
 import functools
 import threading
@@ -11,11 +11,14 @@ from strop.rollout.launch import KernelDecode, compile_only, compile_together, p
 from strop.rollout.sampling import Sampling
 from strop.rollout.steps import FusedLayers, heads
 
-LONG_PROMPT = 2**20  # tokens: its kernels are those of any long prompt
+LONG_PROMPT = 2**20  # tokens; prompts longer than this use the same kernels
 
 
 def compile_step(engine: Any, layers: FusedLayers, prompt: torch.Tensor) -> None:
-    """The kernels of a step, each in a thread: one after the other they take seconds where no cache on disk has them."""
+    """Compile the kernels of a step, each in its own thread.
+
+    One after the other takes seconds without a cache on disk.
+    """
     round_, rows = engine.begin([prompt], 1, 1, Sampling(max_new_tokens=1), torch.zeros(1, 1), ())
     layer, device = layers.layers[0], engine.device
     logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=device)
@@ -30,9 +33,10 @@ def compile_step(engine: Any, layers: FusedLayers, prompt: torch.Tensor) -> None
 
 
 def compile_long_prompts(engine: Any, rows: Any, round_: Any) -> None:
-    """The kernels of long prompts in a thread that goes on, so that the first such prompt stops no later step.
+    """Compile the kernels of long prompts in a background thread, so that the first long prompt does not delay a step.
 
-    The thread only compiles. Memory is taken here: while a graph is captured no other thread may ask the GPU for any.
+    The thread only compiles. All memory is allocated here: during graph capture no other thread may allocate on the
+    GPU.
     """
     parts = engine.parts(rows, round_, longest=LONG_PROMPT)
     if parts.tile in engine.compiled_tiles:

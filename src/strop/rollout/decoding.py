@@ -1,16 +1,17 @@
 """Rollouts of Hugging Face models with a cache of slots; on a GPU every decode step is one replay of a CUDA graph.
 
-    engine = Engine(policy)                     # Unsupported, with the reason, where the model's attention cannot be ours
+    engine = Engine(policy)                     # raises Unsupported, with the reason, if slots cannot replace its cache
     tokens, logps = engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids)
 
-A rollout: the prompts are read once each into slots that all their samples share (slots.py). Then steps: the layers
-(steps.py) on one token of every row, attention over its slots, the draw, all on the device. The host asks now and then
-which rows have ended. Rows that wait take their places; when none waits, the others go on alone as soon as they fit into
-half of the step's rows. The cache is freed at the end.
+A rollout: each prompt is read once into slots that all its samples share (slots.py). Then come the steps: the layers
+(steps.py) on one token of every row, attention over the row's slots, and the draw, all on the device. The host asks
+every few steps which rows have ended. Waiting rows take their places. When none waits, the step shrinks as soon as the
+remaining rows fit into half of its size. The cache is freed at the end.
 
-A graph is captured for a number of rows (see BUCKETS), parts of long rows and a way of sampling, with the addresses of the weights: training
-changes these in place and the next rollout computes with what is there. Everything that differs between rollouts is read
-from memory by the kernels, so lengths do not matter. Weights that moved make a new engine.
+A graph is captured for each number of rows (see BUCKETS), division of attention into parts, and sampling rule. It holds
+the addresses of the weights: training changes weights in place, so the next rollout uses the new values. Everything
+that differs between rollouts is read from memory by the kernels, so lengths do not matter. Weights that moved need a
+new engine.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_
 from strop.rollout.slots import Decode, Key, Prefill, Rows, States
 from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a step; of more the others wait
-ASK_EVERY = 8  # steps between two looks at which rows have ended
-PREFILL_TOKENS = 16384  # of prompts read together, padding included
-SHARE_OF_MEMORY = 0.8  # of what is free, for the cache
-MAX_SAMPLINGS = 2  # ways of sampling (training's, an evaluation's) whose graphs are kept
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # numbers of rows in a step; more rows than the largest wait
+ASK_EVERY = 8  # steps between two checks of which rows have ended
+PREFILL_TOKENS = 16384  # maximum tokens of prompts read together, padding included
+SHARE_OF_MEMORY = 0.8  # share of the free memory that the cache may take
+MAX_SAMPLINGS = 2  # sampling rules (training's, an evaluation's) whose graphs are kept
 
 
 def bucket_of(num_rows: int) -> int:
@@ -46,14 +47,14 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass
 class Round:
-    """What the B rows of some prompts need: slots for those decoded together, random numbers, and room for what they say.
+    """The B rows of some prompts: slots for the rows decoded together, random numbers, and memory for the outputs.
 
-    token_B, prefix_start_B, prefix_length_B   what a row begins with
+    token_B, prefix_start_B, prefix_length_B   first token of each row to read, and the slots of its prompt
     longest                                    the most tokens of a row, its prompt included
-    reach                                      the most that a row has in the steps up to the next look at which have ended
-    record                                     of the experts chosen; None keeps none
-    states                                     of every prompt: see slots.py
-    kept                                       states of every row without its last two tokens, where rows go on later
+    reach                                      the most tokens a row has before the next check of which rows have ended
+    record                                     the chosen experts; None records none
+    states                                     states of every prompt: see slots.py
+    kept                                       states of every row without its last two tokens, if rows continue later
     """
 
     kv: torch.Tensor
@@ -73,12 +74,15 @@ class Round:
     kept: dict[Key, torch.Tensor] | None = None
 
     def table(self) -> list[int]:
-        """Where all that is, for the kernels: see kernels.py."""
+        """Return the addresses and sizes that kernels read: see kernels.py."""
         addresses = [one.data_ptr() for one in (self.uniforms_BT, self.tokens_BT, self.logps_BT)]
         return [self.kv.data_ptr(), self.kv.shape[2], *addresses, self.tokens_BT.shape[1]]
 
     def recorded(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
-        """Around a step of these rows. One that has ended is read again and again: its states are those before."""
+        """Return a context for a step of these rows.
+
+        An ended row is read again and again, so its states are saved only before its end.
+        """
         if self.kept is not None:
             row_N = rows.row_N.masked_fill(rows.finished_N != 0, len(self.tokens_BT))
             for key, kept in self.kept.items():
@@ -86,7 +90,7 @@ class Round:
         return contextlib.nullcontext() if self.record is None else self.record.step(rows)
 
     def enter(self, rows: Rows, places: torch.Tensor, first: int) -> None:
-        """The rows of the round from `first` on begin at these places of the step, in the slots that are there."""
+        """Begin the round's rows from `first` on at these places of the step, in the slots of these places."""
         row_M = torch.arange(first, first + len(places), device=rows.row_N.device)
         rows.row_N[places] = row_M
         for name in ("token", "prefix_start", "prefix_length"):
@@ -97,13 +101,13 @@ class Round:
         rows.finished_N[places] = 0
 
     def enter_states(self, rows: Rows, places: torch.Tensor) -> None:
-        """The rows at these places begin with the states of their prompts."""
+        """Set the states of the rows at these places to those of their prompts."""
         prompt_M = rows.row_N[places] // self.num_samples
         for key, states in self.states.items():
             rows.states[key][places] = states[prompt_M]
 
     def make_spare(self, rows: Rows) -> None:
-        """These rows only fill up a step: of one token, in the last slot, and ended."""
+        """Make these rows fill up a step: each has one token, in the last slot, and has ended."""
         rows.token_N[:] = self.token_B[0]
         rows.suffix_start_N[:] = self.kv.shape[2] - 1
         rows.finished_N[:] = 1
@@ -112,7 +116,7 @@ class Round:
 
 
 class Engine:
-    """Completions of one model, on its device, under the autocast that is on."""
+    """Completions of one model, on its device, under the current autocast."""
 
     def __init__(self, policy: Policy):
         self.model = base_model(unwrapped(policy.model))
@@ -129,23 +133,23 @@ class Engine:
         self._flags = (
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         )
-        compiled = policy.model is not unwrapped(policy.model)  # the user wants it so
+        compiled = policy.model is not unwrapped(policy.model)  # the user compiled the model
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
         seen = checks.states_of(own, ids, self.device)
         self.shape, self.rules = checks.cache_shape(seen), list(seen.rules.values())
-        self.states: States = seen.states  # of one row
-        self.continues = True  # whether several tokens can be read behind a state
+        self.states: States = seen.states  # states of one row
+        self.continues = True  # False if several tokens cannot be read after a state
         self.dtypes = {self.shape.dtype, *(one.dtype for one in self.states.by_key.values())}
         own.rules = seen.rules
         if self.states.by_key:
             own.places = {layer: place for place, layer in enumerate(sorted(seen.shapes))}
-        # by our kernels; else attention and draw are torch's
+        # True: our kernels compute attention and draw; False: torch does
         on_gpu = self.device.type == "cuda" and self.shape.dtype.itemsize <= 4
-        self.on_gpu = on_gpu or self.exact  # of which training has found that the kernels run, if only interpreted
+        self.on_gpu = on_gpu or self.exact  # exact: training has found that the kernels run, possibly interpreted
         self.why_no_graphs = None if on_gpu else f"{self.shape.dtype} on {self.device.type}"
-        self._pool: Any = None  # memory the graphs share
-        self.compiled_tiles: set[int] = set()  # and the thread that compiles: see compiling.py
+        self._pool: Any = None  # memory that the graphs share
+        self.compiled_tiles: set[int] = set()  # whose kernels are compiled: see compiling.py
         self.compiling: threading.Thread | None = None
         getting_ready()
         self.layers: FusedLayers | OwnLayers = own
@@ -198,7 +202,9 @@ class Engine:
         cached: CachedRows | None = None,
         routers: Routers | None = None,
     ) -> tuple[list[torch.Tensor], ...]:
-        """Tokens and log-probs of every completion, as `strop.rollout.generate` wants them; with routers their choices too."""
+        """Return tokens and log-probs of every completion, as `strop.rollout.generate` expects; with routers,
+        the chosen experts too.
+        """
         T = sampling.max_new_tokens
         uniforms_BT = uniforms_BT.float().clamp(max=1 - 2**-24)  # rounded, but below 1
         tokens: list[torch.Tensor] = []
@@ -231,14 +237,14 @@ class Engine:
                     and round_.kv.shape[2] < self._num_slots() // 3
                 ):
                     store(prompts[first:end], lengths_B.tolist(), round_, cached.part(first, end), T)
-                del round_  # before the next one's cache
+                del round_  # free its memory before the next round allocates a cache
                 there_BT = torch.arange(T) < lengths_B[:, None]
                 tokens += tokens_BT[there_BT].split(lengths_B.tolist())
                 logps += logps_BT[there_BT].split(lengths_B.tolist())
         return (tokens, logps) if routers is None else (tokens, logps, routing)
 
     def _begin_record(self, round_: Round, prompts: list[torch.Tensor], routers: Routers, latest: Any) -> None:
-        """From now on the round knows which experts its tokens chose. latest: what `routers.recording` gives"""
+        """Record the experts of the round's tokens from now on. `latest` is what `routers.recording` yields."""
         if self._chosen_NLk is None:
             self._chosen_NLk = step_memory(routers, BUCKETS[-1], self.device)
         num_slots = sum(len(prompt) - 1 for prompt in prompts)
@@ -247,8 +253,10 @@ class Engine:
     # ---- a round ----
 
     def _rounds(self, prompts: list[torch.Tensor], num_samples: int, T: int) -> Iterator[tuple[int, int, int]]:
-        """(first prompt, behind the last, rows decoded together): mostly one round. Prompts take at most half of the
-        memory, and rows that do not fit into the rest wait for others to end."""
+        """Yield (first prompt, end, rows decoded together) of each round; mostly there is one.
+
+        Prompts take at most half of the memory. Rows that do not fit into the rest wait for others to end.
+        """
         num_slots, of_states = self._num_slots(), self.states.num_bytes // max(1, self.shape.bytes_per_slot)
         first = 0
         while first < len(prompts):
@@ -261,7 +269,7 @@ class Engine:
             first = end
 
     def _num_slots(self) -> int:
-        """Slots there is memory for."""
+        """Return the number of slots that fit into memory."""
         if self.device.type != "cuda":
             return 2**62
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -272,7 +280,7 @@ class Engine:
         self, prompts: list[torch.Tensor], num_samples: int, lanes: int, sampling: Sampling, uniforms_BT: torch.Tensor,
         eos_ids: tuple[int, ...],
     ) -> tuple[Round, Rows]:  # fmt: skip
-        """The round, and the first `lanes` of its rows, ready to decode."""
+        """Return the round, and the first `lanes` of its rows, ready to decode."""
         device, T, B, shape = self.device, sampling.max_new_tokens, len(uniforms_BT), self.shape
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts])
         starts_P = lengths_P.cumsum(0) - lengths_P
@@ -301,19 +309,19 @@ class Engine:
         return round_, rows
 
     def _rows_for(self, size: int) -> Rows:
-        """Rows for a step of this size; on a GPU always in the same memory, where the graphs look for them."""
+        """Return rows for a step of this size; on a GPU always in the same memory, which the graphs read."""
         if not self.on_gpu:
             return Rows.empty(size, self.device, self.states)
         if self._rows is None:
             self._rows = Rows.empty(BUCKETS[-1], self.device)
         size = bucket_of(size)
         if self.states.by_key and size > min(map(len, self._rows.states.values()), default=0):
-            self._graphs.clear()  # which know where the states were
+            self._graphs.clear()  # graphs hold the addresses of the old states
             self._rows.states = self.states.empty(size)
         return self._rows.first(size)
 
     def _use_eos(self, eos_ids: tuple[int, ...]) -> None:
-        if len(eos_ids) > len(self.eos):  # another place: the graphs are not valid any more
+        if len(eos_ids) > len(self.eos):  # its address changes, so the graphs are invalid
             self.eos = torch.full((1 << len(eos_ids).bit_length(),), -1, dtype=torch.int64, device=self.device)
             self._graphs.clear()
         self.eos.fill_(-1)
@@ -351,13 +359,19 @@ class Engine:
                 round_.record.read_prompts(tokens_M, slots_M)
 
     def reading(self, starts: Sequence[int], have: Sequence[int], new: Sequence[int]) -> Pass:
-        """New tokens of rows that begin at these slots and have so many, read exactly."""
+        """Return the exact pass that reads `new` tokens of rows.
+
+        The rows' slots begin at `starts` and hold `have` tokens.
+        """
         from strop.rollout.exact import Slotted
 
         return Slotted.prompts(self.table, starts, have, new)
 
     def _decode(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """Steps until all rows have ended. The first `live` places are of real rows: which, and since which step."""
+        """Decode until all rows have ended.
+
+        The first `live` places hold real rows. row_L are these rows; begun_L is the step at which each began.
+        """
         B, T = round_.tokens_BT.shape
         live = entered = int((rows.finished_N == 0).sum())
         row_L, begun_L = torch.arange(live), torch.zeros(live, dtype=torch.int64)
@@ -391,7 +405,7 @@ class Engine:
             oldest = int(begun_L[goes_on_L].min())
 
     def _tile(self, rows: Rows, round_: Round, row_L: torch.Tensor) -> None:
-        """Tell the kernels which rows read their prompt together."""
+        """Write the tiles for the kernels: which rows read their prompt together."""
         if not self.on_gpu or not (parts := self.parts(rows, round_)).of_prompt:
             return
         from strop.rollout.launch import tiles_of
@@ -402,10 +416,10 @@ class Engine:
         self.tiles_CN.copy_(tiles_CN)
 
     def parts(self, rows: Rows, round_: Round, longest: int | None = None) -> Any:
-        """longest: tokens of the longest prompt; None is the round's"""
+        """Return how attention is divided. longest: tokens of the longest prompt; None is the round's."""
         from strop.rollout.launch import Parts, parts_of
 
-        if self.exact:  # one way for all
+        if self.exact:  # exact attention is always computed the same way
             return Parts()
 
         T = round_.tokens_BT.shape[1]
@@ -413,8 +427,10 @@ class Engine:
         return parts_of(len(rows), self.shape, prefix, T, len(round_.prefix_starts), round_.num_samples)
 
     def _steps(self, num_steps: int, rows: Rows, round_: Round, sampling: Sampling, *, wait: bool) -> torch.Tensor:
-        """So many steps, and which rows have ended; without `wait` before the last of them, so that the device has work
-        while the host looks."""
+        """Run num_steps steps and return which rows have ended, as 1.
+
+        Without `wait` the flags are those before the last step, so that the device has work while the host looks.
+        """
         if not self.on_gpu:
             round_.reach = int((rows.prefix_length_N + rows.step_N).max()) + num_steps
         for _ in range(num_steps - 1):
@@ -443,7 +459,7 @@ class Engine:
             self._draw(self._decode_logits(rows, round_), rows, round_, sampling)
 
     def _decode_logits(self, rows: Rows, round_: Round) -> torch.Tensor:
-        """[N, V] of the rows' next tokens."""
+        """Return [N, V], the logits of the rows' next tokens."""
         if self.on_gpu:
             return self._logits_on_gpu(rows, round_)
         return self._logits(rows, round_, Decode(round_.kv, rows, round_.reach))
@@ -481,7 +497,7 @@ class Engine:
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """As `launch.pick`, in torch. Every place is 0 until it is written, so rows that have ended add nothing to it."""
+        """Draw as `launch.pick` does, in torch. Outputs are 0 until written, so rows that have ended add nothing."""
         at, going_N = (rows.row_N, rows.step_N.long()), rows.finished_N == 0
         tokens_N, logps_N = draw(logits_NV, round_.uniforms_BT[at], sampling)
         for into_BT, drawn_N in ((round_.tokens_BT, tokens_N), (round_.logps_BT, logps_N.to(round_.logps_BT.dtype))):
@@ -494,7 +510,10 @@ class Engine:
     # ---- graphs ----
 
     def _replay(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
-        """A step as a graph; the first of its kind is taken step by step, which compiles its kernels, and then captured."""
+        """Run a step as a graph.
+
+        The first step of a kind runs without one, which compiles its kernels; then it is captured.
+        """
         graphs = self._graphs_of(sampling)
         kind = len(rows), self.parts(rows, round_), round_.record is not None
         if kind in graphs:
@@ -502,7 +521,7 @@ class Engine:
             return
         self._step_on_gpu(rows, round_, sampling)
         torch.cuda.synchronize(self.device)
-        if not self.num_graphs:  # with its last graph a pool is gone
+        if not self.num_graphs:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -510,7 +529,7 @@ class Engine:
                 self._step_on_gpu(rows, round_, sampling)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # it looks at values on the host, or allocates as capturing does not allow
+        except RuntimeError as error:  # the model reads values on the host, or allocates while capturing
             self.why_no_graphs = str(error).splitlines()[0]
             warnings.warn(f"decode steps cannot be captured as CUDA graphs: {self.why_no_graphs}", stacklevel=2)
         else:
@@ -523,14 +542,17 @@ class Engine:
     def _graphs_of(self, sampling: Sampling) -> dict[Any, Any]:
         rule = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         graphs = self._graphs.pop(rule, {})
-        self._graphs[rule] = graphs  # the latest used is the last
+        self._graphs[rule] = graphs  # the most recently used is last
         for old in list(self._graphs)[:-MAX_SAMPLINGS]:
             del self._graphs[old]
         return graphs
 
 
 def _get_ready(device: torch.device) -> Callable[[], None]:
-    """Triton's start, which takes a second, in a thread beside the model's first forward; call what comes back to wait."""
+    """Start Triton in a thread beside the model's first forward, since it takes a second.
+
+    Return a function that waits for it.
+    """
     if device.type != "cuda":
         return lambda: None
 
@@ -538,8 +560,8 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
         from triton.runtime import cache, driver
 
         torch.cuda.set_device(device)
-        driver.active.get_current_target()  # builds and loads what talks to CUDA
-        cache.triton_key()  # reads all of Triton, for the names of kernels on disk
+        driver.active.get_current_target()  # builds and loads the CUDA driver interface
+        cache.triton_key()  # hashes Triton's source, for the names of kernels on disk
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -551,14 +573,14 @@ def _get_ready(device: torch.device) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A slower way for a model that the engine cannot run, and why it takes it."""
+    """A slower engine for a model that `Engine` cannot run, and the reason."""
 
     name: str
     complete: Callable[..., tuple[list[torch.Tensor], ...]]
     why: str
 
 
-FALLBACKS = {  # the fastest first; each is tried on ragged prompts before it is trusted
+FALLBACKS = {  # the fastest first; each is checked on prompts of unequal lengths
     "transformers' generate": transformers_generate.complete,
     "transformers' generate, prompts of one length together": transformers_generate.complete_by_length,
     "a forward of the whole row for each token": plain.complete,
@@ -587,7 +609,7 @@ def complete(
                     f"beyond a length at which this {type(policy.model).__name__} takes other rotations, where experts are "
                     f"not recorded"
                 )
-            with_cache = engine.complete  # rows of earlier turns may be of another side: they are read again
+            with_cache = engine.complete  # rows of earlier turns may be of another side, so they are read again
             if isinstance(engine, Engine):
                 with_cache = functools.partial(_by_engine, engine)
             return sides.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
@@ -604,7 +626,11 @@ def complete(
 def _by_engine(
     engine: Engine, policy: Policy, prompts: list[torch.Tensor], *request: Any
 ) -> tuple[list[torch.Tensor], ...]:
-    """By the engine; beyond a boundary by whole forwards where it reads prompts in parts, the first of another side."""
+    """Complete with the engine.
+
+    Beyond a boundary, models with states use whole forwards: the engine would read the first part of a prompt on
+    another side.
+    """
     assert policy.sides is not None
     if engine.states.by_key and policy.sides.side(len(prompts[0])) != policy.sides.side(1):
         return plain.complete(policy, prompts, *request)
@@ -612,12 +638,12 @@ def _by_engine(
 
 
 def engine_of(policy: Policy) -> Engine | Fallback:
-    """The engine over the weights where they are now, or what takes its place and why; told once, as a warning."""
+    """Return the engine for the weights at their present addresses, or its fallback. A fallback warns once."""
     if policy.rollout_engine is None:
         policy.check_reading()
     now = signature(policy.model, policy.sides)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
-        policy.rollout_engine = None  # first, for its memory
+        policy.rollout_engine = None  # free its memory first
         engine: Engine | Fallback
         try:
             engine = Engine(policy)
@@ -635,7 +661,10 @@ def engine_of(policy: Policy) -> Engine | Fallback:
 
 
 def _fallback(policy: Policy, why: str) -> Fallback:
-    """The fastest way whose log-probs are those of the model's own forward. ValueError where there is none."""
+    """Return the fastest fallback whose log-probs agree with the model's own forward.
+
+    Raise ValueError if there is none.
+    """
     for name, complete_ in FALLBACKS.items():
         try:
             with policy.evaluating():
@@ -649,7 +678,7 @@ def _fallback(policy: Policy, why: str) -> Fallback:
 
 
 def description(policy: Policy) -> str:
-    """What the latest rollout of this model ran on."""
+    """Return the name of the engine of this model's latest rollout."""
     _, engine = policy.rollout_engine or (None, None)
     if isinstance(engine, Fallback):
         return f"hf, {engine.name}: {engine.why}"

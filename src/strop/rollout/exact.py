@@ -1,7 +1,8 @@
-"""Rollouts whose log-probs are those of the training forward bit for bit: its layers (`models.layers.computed`) on slots.
+"""Rollouts whose log-probs equal the training forward's bit for bit: its layers (`models.layers.computed`) on slots.
 
-New keys and values are written to their slots first; then every query attends over its slots, in decode as in reading prompts.
-The log-prob of a drawn token is that of `ops.rows.exact_rows`, from logits that lie as there.
+New keys and values are written to their slots first; then every query attends over its slots, both in decode steps and
+when prompts are read. The log-prob of a drawn token is that of `ops.rows.exact_rows`, from logits with the same memory
+layout.
 
 Shapes: P rows of T tokens, N = P·T; H hidden, D head dimension, V vocabulary.
 """
@@ -22,7 +23,7 @@ from strop.ops.rows.launch import Launcher
 from strop.rollout.slots import Rows
 from strop.rollout.steps import FusedLayers
 
-# ---- kernels, which find by the engine's table what moves between rollouts: see kernels.py ----
+# ---- kernels; they read from the engine's table what moves between rollouts: see kernels.py ----
 
 
 @Launcher
@@ -62,10 +63,10 @@ def keep_kernel(logp_ptr, row_ptr, step_ptr, finished_ptr, table_ptr):
 
 
 class ExactLayers(FusedLayers):
-    """Of a model whose training layers are fused: its MLP is gated by SiLU, its norms have no offset."""
+    """The layers of a model whose training layers are fused: its MLP is gated by SiLU and its norms have no offset."""
 
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """[P, V] of the last column."""
+        """Return [P, V], the logits of the last column."""
         P, T = ids_PT.shape
         x_NH, angles = self.embed(ids_PT).flatten(0, 1), self._angles(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
@@ -92,7 +93,7 @@ class ExactLayers(FusedLayers):
 
 @dataclass
 class _Attention:
-    """A layer's, as `computed` asks for it."""
+    """A layer's attention, with the interface that `computed` expects."""
 
     pass_: Any
     index: int
@@ -107,10 +108,10 @@ class _Attention:
 
 @dataclass
 class Slotted(Pass):
-    """New tokens of rows behind what the cache holds of them.
+    """New tokens of rows, after the tokens in the cache.
 
-    runs      where the rows' queries and keys are
-    slots_N   where the new tokens go; below 0 is padding
+    runs      the slots of the rows' queries and keys
+    slots_N   slots of the new tokens; below 0 for padding
     """
 
     table: torch.Tensor
@@ -119,7 +120,7 @@ class Slotted(Pass):
 
     @classmethod
     def decode(cls, table: torch.Tensor, rows: Rows) -> "Slotted":
-        """One token of every row."""
+        """Return the pass that reads one token of every row."""
         one = torch.ones_like(rows.step_N)
         runs = Runs(
             one.cumsum(0, dtype=torch.int32) - 1, one, rows.prefix_length_N + rows.step_N, rows.prefix_start_N,
@@ -129,7 +130,10 @@ class Slotted(Pass):
 
     @classmethod
     def prompts(cls, table: torch.Tensor, starts: Sequence[int], have: Sequence[int], new: Sequence[int]) -> "Slotted":
-        """Prompts, right-padded, of which the slots from `starts` on hold so many tokens; `new` ones come."""
+        """Return the pass that reads new tokens of right-padded prompts.
+
+        starts, have, new   of each prompt: its first slot, the slots already filled, the number of new tokens
+        """
         P, T = len(new), max(new)
         queries, counts, positions, slots = torch.tensor([[p * T for p in range(P)], new, have, starts]).int()
         slots_PT = (slots + positions)[:, None] + torch.arange(T)
@@ -149,7 +153,7 @@ class Slotted(Pass):
 
 
 def pick(logits_NV: torch.Tensor, rows: Rows, eos: torch.Tensor, table: torch.Tensor, temperature: float) -> None:
-    """As `launch.pick`; the log-prob is training's. temperature: 0 is greedy"""
+    """Draw as `launch.pick` does, with training's log-prob. temperature: 0 is greedy."""
     from strop.rollout import launch
 
     step_N, finished_N, temperature_or_1 = rows.step_N.clone(), rows.finished_N.clone(), temperature or 1.0

@@ -2,7 +2,7 @@
 
     rollout = generate(policy, prompts, Sampling(max_new_tokens=64), num_samples=8, seed=0)
 
-One function for every model. What computes is chosen by the policy's kind: `moe` (strop's own engine), `hf`
+One function serves every model. The policy's kind chooses the engine: `moe` (strop's own engine), `hf`
 (a cache of slots and CUDA graphs, else transformers' generate) or `plain` (a module that only returns logits).
 """
 
@@ -20,29 +20,29 @@ from strop.rollout import decoding, native, plain
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.sampling import Sampling, uniforms
 
-# (policy, prompts, sampling, num_samples, uniforms_BT, eos_ids) → tokens and log-probs of every completion, EOS the last token
-# of one that ended so
-Completions = tuple[list[torch.Tensor], ...]  # and, where asked for, the experts chosen
+# (policy, prompts, sampling, num_samples, uniforms_BT, eos_ids) → tokens and log-probs of every completion; one that
+# ended with EOS includes it
+Completions = tuple[list[torch.Tensor], ...]  # and the chosen experts, if asked for
 ENGINES: dict[str, Callable[..., Completions]] = {
     "moe": native.complete,
     "hf": decoding.complete,
     "plain": plain.complete,
 }
 
-End = tuple[int, str | None, Mapping[str, float]]  # tokens that are trained on, finish reason, and numbers by name
-ENDED = ("eos", "environment")  # finish reasons of what is not truncated
-CACHING = ("hf", "moe")  # engines that cache rows; one that only returns logits has nothing to cache
+End = tuple[int, str | None, Mapping[str, float]]  # number of loss tokens, finish reason, numbers by name
+ENDED = ("eos", "environment")  # finish reasons of completions that are not truncated
+CACHING = ("hf", "moe")  # engines that cache rows; `plain` has nothing to cache
 
 
 class Rollout(list[Trajectory]):
-    """Completions of prompts, a prompt's samples next to each other, and what belongs to all of them.
+    """Completions of prompts, with a prompt's samples next to each other, and facts about the whole rollout.
 
-    seconds   spent generating
-    engine    what computed, and for a slow way why
+    seconds   time spent generating
+    engine    the engine that generated; for a slow one also why it was used
 
-    A completion has at least one token, and its EOS where it ended in one. Log-probs are float32 (float64 of a float64
-    model), under the distribution each token was drawn from: temperature, top-k and top-p applied. Greedy: under
-    softmax(logits).
+    A completion has at least one token, and includes its EOS if it ended with one. Log-probs are float32 (float64 for a
+    float64 model), under the distribution each token was drawn from: temperature, top-k and top-p applied. Greedy:
+    under softmax(logits).
     """
 
     def __init__(self, trajectories: Iterable[Trajectory] = (), seconds: float = 0.0, engine: str = ""):
@@ -67,7 +67,7 @@ class Rollout(list[Trajectory]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated."""
+        """The number of generated tokens."""
         return sum(one.num_loss_tokens for one in self)
 
     @property
@@ -76,12 +76,12 @@ class Rollout(list[Trajectory]):
 
 
 def ends_of(trajectories: Sequence[Trajectory]) -> list[End]:
-    """Return what `completion_metrics` needs of each trajectory; it can be sent to other processes."""
+    """Return what `completion_metrics` needs about each trajectory, in a form that other processes can receive."""
     return [(one.num_loss_tokens, one.finish, one.info) for one in trajectories]
 
 
 def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
-    """Return the mean length, the share that max_new_tokens cut, and the means of what else is known of completions."""
+    """Return the mean length, the share that max_new_tokens cut, and the mean of every number in `info`."""
     length, cut = sum(length for length, *_ in ends), sum(why == "length" for _, why, _ in ends)
     found = {"completion/length": length / len(ends), "completion/truncated_fraction": cut / len(ends)}
     names = dict.fromkeys(name for *_, info in ends for name in info)
@@ -103,15 +103,15 @@ def generate(
     """Return num_samples completions of each prompt, with the weights as they are now.
 
     prompts      rows of token ids of any lengths, at least one token each
-    seed         the same seed gives the same completions; None draws one from torch's generator. The generators of the
-                 caller are as before, but for that one draw.
-    addresses    which of the seed's random numbers each prompt has; None counts them from 0. A prompt draws the same,
-                 whichever prompts are beside it
+    seed         the same seed gives the same completions; None draws one from torch's generator. Apart from that draw,
+                 the caller's generators do not change
+    addresses    which of the seed's random numbers each prompt uses; None counts them from 0. A prompt draws the same
+                 tokens whichever prompts are beside it
     ignore_eos   only sampling.stop_ids end a completion
-    cached       what was read of rows that go on later; with num_samples=1
-    record_routing   of a Mixture-of-Experts model also say which experts were chosen, as `Trajectory.routing_TLk`
+    cached       the cache of rows that continue later; needs num_samples=1
+    record_routing   record the chosen experts of a Mixture-of-Experts model, as `Trajectory.routing_TLk`
     """
-    # asked only where they look odd: a trainer's never do
+    # skip the full checks for values a trainer passes; they were checked when its config was made
     if type(num_samples) is not int or num_samples < 1:
         check_count(num_samples, "num_samples", 1)
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
@@ -127,7 +127,7 @@ def generate(
         raise ValueError(f"addresses must be one for each of the {len(ids)} prompts, found {len(addresses)}")
     eos_ids = tuple(dict.fromkeys((*(() if ignore_eos else policy.eos_ids), *sampling.stop_ids)))
     start = time.perf_counter()
-    # never in inference mode, whose tensors neither a later rollout nor a training step could use
+    # never in inference mode: a later rollout or training step could not use its tensors
     with torch.inference_mode(False), torch.no_grad(), policy.evaluating():
         uniforms_BT = uniforms(seed, addresses, num_samples, sampling.max_new_tokens)
         further: Json = {"cached": cached} if cached is not None and policy.kind in CACHING else {}
@@ -147,7 +147,7 @@ def generate(
 
 
 def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
-    """Weights that are NaN give NaN log-probs and tokens that mean nothing."""
+    """Raise if a log-prob is NaN: the weights are then NaN too, and the tokens mean nothing."""
     if torch.cat(list(logps)).isnan().any():
         index = next(i for i, row in enumerate(logps) if row.isnan().any())
         raise FloatingPointError(
@@ -158,7 +158,10 @@ def _check_not_nan(logps: Sequence[torch.Tensor]) -> None:
 def checked_prompts(
     policy: Policy, prompts: Sequence[Array], sampling: Sampling, name: str = "prompts"
 ) -> list[torch.Tensor]:
-    """Prompts as ids that the model can read and complete; an error names `name` and the index."""
+    """Return prompts as ids after a check that the model can read and complete them.
+
+    Errors give `name` and the index.
+    """
     if len(prompts) == 0:
         raise ValueError(f"{name} must hold at least one prompt, found none")
     ids = [as_ids(prompt, f"{name}[{index}]") for index, prompt in enumerate(prompts)]
@@ -176,9 +179,9 @@ def checked_prompts(
 
 
 class Sampler:
-    """`generate` for a trainer: in this process, with the policy as it is when it is asked.
+    """`generate` for a trainer: in this process, with the policy as it is at each call.
 
-    records_routing   whether rollouts say which experts were chosen
+    records_routing   True if rollouts record the chosen experts
     """
 
     def __init__(self, policy: Policy, records_routing: bool = False):
@@ -187,7 +190,10 @@ class Sampler:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Around rollouts: where the weights lie in shards, all processes gather them here and free them afterwards."""
+        """Return a context for rollouts.
+
+        Sharded weights are gathered in all processes at its start and freed at its end.
+        """
         with self.policy.whole() as self._whole:
             yield
         self._whole = None
@@ -196,7 +202,10 @@ class Sampler:
         self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
-        """Return num_samples completions of each prompt; none of none, where there are fewer prompts than processes."""
+        """Return num_samples completions of each prompt.
+
+        The result is empty without prompts: a process has none if there are fewer prompts than processes.
+        """
         if not len(prompts):
             return Rollout()
         return generate(
@@ -212,11 +221,11 @@ class Sampler:
     def next_turn(
         self, prompts: Sequence[Array], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
     ) -> Rollout:
-        """Sample one turn of rows that go on later."""
+        """Sample one turn of rows that continue later."""
         return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
     def state(self) -> State:
-        """Return what a checkpoint needs of rollouts that were begun and not yet asked for: here there are none."""
+        """Return the state of rollouts that were begun and not yet asked for; in this process there are none."""
         return {}, {}
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:

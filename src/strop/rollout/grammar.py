@@ -1,7 +1,7 @@
 """JSON mode: replies that match a JSON schema, because only tokens that may follow are drawn.
 
-llguidance says which tokens these are. A row of a grammar takes one token a turn, and the model reads the whole row for it:
-nothing is kept from token to token, so JSON mode is for short replies.
+llguidance computes the allowed tokens. A row with a grammar draws one token per turn, and the model reads the whole row
+again for it, without a cache. JSON mode is therefore for short replies.
 """
 
 import json
@@ -17,8 +17,8 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.sampling import Sampling, draw
 
-BLANKS = r" |\n[ \t]{0,64}|"  # between the parts of JSON: a blank, or a new line with its indent; a model could go on for ever
-MOST_KEPT = 64  # grammars of one server; requests with equal schemas are decoded together
+BLANKS = r" |\n[ \t]{0,64}|"  # between parts of JSON; limited, since a model could add blanks for ever
+MOST_KEPT = 64  # grammars cached by one server; requests with equal schemas are decoded together
 
 
 class Grammars:
@@ -38,7 +38,7 @@ class Grammars:
         self._made: dict[str, Grammar] = {}
 
     def of_schema(self, schema: Json) -> "Grammar":
-        """Return the grammar of a JSON schema; ValueError where llguidance cannot follow it."""
+        """Return the grammar of a JSON schema. Raise ValueError if llguidance cannot follow it."""
         text = json.dumps(schema)
         if text not in self._made:
             while len(self._made) >= MOST_KEPT:
@@ -48,7 +48,7 @@ class Grammars:
 
 
 class Grammar:
-    """What a reply may be. Each reply has a matcher of its own."""
+    """The rules for a reply. Each reply has its own matcher."""
 
     def __init__(self, grammars: Grammars, schema: Json) -> None:
         llguidance = _llguidance()
@@ -62,7 +62,7 @@ class Grammar:
         return _llguidance().LLMatcher(self._tokens, self._rules)
 
     def allowed(self, matchers: Sequence[Any]) -> torch.Tensor:
-        """Return [B, V]: which tokens may follow in each reply."""
+        """Return [B, V] bool: the tokens that may follow in each reply."""
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
         bits = allocate_token_bitmask(len(matchers), self.vocab_size)
@@ -80,12 +80,12 @@ def draw_allowed(
     sampling: Sampling,
     uniforms_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the next token of each row among those its matcher allows, and tell the matchers.
+    """Draw each row's next token among those its matcher allows, and advance the matchers.
 
     Returns ids [B, 1], and their log-probs [B, 1] under the distribution over allowed tokens.
     """
     batch = TokenBatch.of([Trajectory.of(ids_T, ids_T[:1]) for ids_T in prompts], policy.device)
-    logits_BV = policy.logits(batch).float()  # of the place behind each row; what stands there is not read
+    logits_BV = policy.logits(batch).float()  # of the token after each row; the loss token is a placeholder
     allowed_BV = grammar.allowed(matchers).to(logits_BV.device)
     logits_BV = logits_BV.masked_fill(~allowed_BV, -torch.inf)
     ids_B, logps_B = draw(logits_BV, uniforms_B.to(logits_BV.device), sampling)

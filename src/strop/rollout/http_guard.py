@@ -1,4 +1,4 @@
-"""The outer wall of `strop serve`: which requests are let in, and limits of a connection's time, size and number."""
+"""The outer checks of `strop serve`: which requests are accepted, and limits on time, size and connections."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from strop.rollout.openai_answers import error_body
 
-MAX_CONNECTIONS = 512  # at the same time; a further one is told so and closed
-HEAD_SECONDS, SEND_SECONDS = 15, 60  # for a request's line and headers to arrive, and for a client to read its answer
+MAX_CONNECTIONS = 512  # open connections; a further one gets an error and is closed
+HEAD_SECONDS, SEND_SECONDS = 15, 60  # to receive a request's line and headers; for a client to read its answer
 
 
 def json_response(found: object, status: int = 200, close: bool = False) -> Response:
@@ -27,7 +27,7 @@ def json_response(found: object, status: int = 200, close: bool = False) -> Resp
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach a server with this name or address."""
+    """Return whether a server at this host is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,10 +35,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Refuses what a page in a browser, or somebody without the key, could send.
+    """Refuses requests that a page in a browser, or a client without the key, could send.
 
-    A page can send requests to a server on this machine. It cannot choose Host (which is its own name even if that name
-    leads to this machine), Origin, or without the server's consent the Content-Type of JSON.
+    A page can send requests to a server on this machine. It cannot choose Host (its own name, even if that name
+    resolves to this machine), Origin, or without the server's consent the Content-Type of JSON.
     """
 
     def __init__(self, app: ASGIApp, host: str, allowed_hosts: Sequence[str], api_key: str | None):
@@ -48,7 +48,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_SECONDS):  # a client that does not read its answer
+            async with asyncio.timeout(SEND_SECONDS):  # limits a client that does not read its answer
                 await send(message)
 
         if (refused := self._refusal(scope)) is not None:
@@ -85,19 +85,19 @@ class Guard:
             name = urllib.parse.urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        own = scope["server"][0] if scope.get("server") else None  # the address this connection came to
+        own = scope["server"][0] if scope.get("server") else None  # the address that received this connection
         return name in self.hosts or name == own or is_loopback(name)
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with a time for a request's head, a number of connections, and errors in OpenAI's form."""
+    """uvicorn's HTTP/1.1 with limits on connections and on the time of a request's head, and OpenAI's errors."""
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         found = transport.get_extra_info("socket")
-        if found is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that reads nothing is gone in the end
+        if found is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # closes connections of clients that do not read
             with contextlib.suppress(OSError):
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SEND_SECONDS * 1000)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -114,12 +114,12 @@ class Protocol(H11Protocol):
             return
         try:
             super().data_received(data)
-        except Exception as error:  # what h11 does not foresee in a request
+        except Exception as error:  # requests that h11 does not expect
             self.refuse(400, f"the request is not HTTP: {type(error).__name__}")
         self._watch_head()
 
     def _watch_head(self) -> None:
-        """Close the connection if the head that is being read is not there in time."""
+        """Close the connection unless the head of the next request arrives in time."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._forget_head()
         elif self._head_timer is None and self.timeout_keep_alive_task is None:
@@ -149,7 +149,7 @@ class Protocol(H11Protocol):
             ]
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            if self.cycle is not None:  # the page that was to answer sees a client that left
+            if self.cycle is not None:  # tell the page that was to answer that the client has left
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
         self.transport.close()

@@ -1,10 +1,12 @@
-"""Triton kernels of a decode step: what lies between the products of a layer, attention of one new token over the slots of
-its row, and drawing the next token.
+"""Triton kernels of a decode step: the operations between the products of a layer, attention of one new token over the
+slots of its row, and drawing the next token.
 
-What changes from rollout to rollout (where the cache is, how long completions may be) is read from a `table` in the GPU's
-memory and not passed: a captured step stays right when the cache is freed and made anew, and for any lengths.
+Values that change from rollout to rollout (the address of the cache, the longest completion) are read from a `table` in
+GPU memory, not passed as arguments. A captured step therefore stays valid when the cache is allocated anew, for any
+lengths.
 
-    table   address of kv, slots of kv; addresses of uniforms_BT, tokens_BT, logps_BT, and their T; of the rotation's [T, 2, D]
+    table   address of kv, slots of kv; addresses of uniforms_BT, tokens_BT, logps_BT, and their T; of the rotation's
+            [T, 2, D]
 
 Names: N rows of the step, H hidden, F width of the MLP, R query heads of a key head, D head dimension, V vocabulary.
 kv is [layer, 2, slot, head, D].

@@ -1,4 +1,4 @@
-"""The kernels of a decode step, launched."""
+"""Launchers of the kernels of a decode step."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +12,19 @@ from strop.models.attention import Pass, Rule
 from strop.rollout import kernels
 from strop.rollout.slots import CacheShape, Rows, in_slots
 
-CHUNK = 4096  # logits one program looks at
-PROGRAMS = 264  # wanted at least: two for each of an H200's 132 multiprocessors
+CHUNK = 4096  # logits per program
+PROGRAMS = 264  # target number of programs: two for each of an H200's 132 multiprocessors
 MAX_SPLITS = 16
-TILE = 64  # query heads that read a shared prompt's keys together
-SHARED_FROM = 512  # tokens of a prompt; below, one kernel more costs more than keys read again
+TILE = 64  # maximum query heads that read a shared prompt's keys together
+SHARED_FROM = 512  # tokens of a prompt; for shorter ones another kernel costs more than reading keys again
 KEYS_AT_ONCE, ATTENTION_WARPS = 64, 4
-KEYS_OF_A_PART = 512  # at least, where a row's keys are split: joining the parts is one more kernel
-KEYS_OF_A_JOINED_PART = 128  # where they are joined anyway
-GATE_BLOCK = 1024  # elements of a row one program multiplies
+KEYS_OF_A_PART = 512  # minimum for splitting a row's keys: joining the parts is one more kernel
+KEYS_OF_A_JOINED_PART = 128  # minimum if parts are joined anyway
+GATE_BLOCK = 1024  # elements of a row per program
 
 
 def compile_together(device: torch.device, launches: Sequence[Callable[[], object]]) -> None:
-    """Each launch in a thread: most of the time to compile a kernel goes by waiting for other programs."""
+    """Run each launch in its own thread: most of a kernel's compile time is spent waiting for other programs."""
 
     def run(launch: Callable[[], object]) -> None:
         torch.cuda.set_device(device)
@@ -46,7 +46,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: object, **const
 
 
 def add_norm(x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of x + update; the sum is written over x."""
+    """Return the norm of x + update. The sum is written to x."""
     N, H = x_NH.shape
     y_NH = torch.empty(N, H, dtype=dtype, device=x_NH.device)
     block = triton.next_power_of_2(H)
@@ -65,7 +65,10 @@ def rotate(
     norms: object,
     rounds: bool,
 ) -> None:
-    """rounds: to the dtype of qkv between operations, as a model in 16 bits does"""
+    """Rotate queries and keys in place, after their norms if there are any.
+
+    rounds   round to the dtype of qkv between operations, as a 16-bit model does
+    """
     N, E, D = qkv_NED.shape
     block_e, block_d = triton.next_power_of_2(E - num_key_heads), triton.next_power_of_2(D)
     kernels.rotate_kernel[(N,)](
@@ -75,7 +78,7 @@ def rotate(
 
 
 def head_norms(norms: Any, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """Weights of the norms of q and k, their eps and offset, as arguments of a kernel."""
+    """Return the kernel arguments of the norms of q and k: their weights, eps and offset."""
     if norms is None:
         return nothing, nothing, 0.0, 0.0
     q_norm, k_norm = norms
@@ -99,11 +102,11 @@ def warps_for(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a step's attention is divided; each way is a graph of its own.
+    """The division of a step's attention into parts; each division has its own graph.
 
-    splits              of the keys of a row that reads its prompt by itself
-    own, of_prompt      of a row's own keys and of a prompt's, where rows share it; 0: they do not
-    tile, num_tiles     query heads of one tile over a shared prompt, and tiles at most
+    splits              parts of the keys of a row that reads its prompt by itself
+    own, of_prompt      parts of a row's own keys and of the prompt's, if rows share it; 0 if they do not
+    tile, num_tiles     query heads of one tile over a shared prompt, and maximum number of tiles
     """
 
     splits: int = 1
@@ -116,7 +119,10 @@ class Parts:
 def parts_of(
     num_rows: int, shape: CacheShape, longest_prefix: int, max_new_tokens: int, num_prompts: int, num_samples: int
 ) -> Parts:
-    """Powers of two, so that there are programs for the whole GPU, but not for a few keys: joining is one more kernel."""
+    """Return a division in powers of two that fills the GPU with programs.
+
+    No part has only a few keys, since joining the parts is one more kernel.
+    """
     programs, group = num_rows * shape.num_heads, min(num_samples, max(1, TILE // shape.per_head))
     splits = num_splits(programs, longest_prefix + max_new_tokens, KEYS_OF_A_PART)
     if group == 1 or longest_prefix < SHARED_FROM:
@@ -126,12 +132,12 @@ def parts_of(
     tile = triton.next_power_of_2(max(group * shape.per_head, 16))
     num_tiles = triton.next_power_of_2(
         num_prompts + num_rows // (tile // shape.per_head)
-    )  # or more; one not full a prompt
+    )  # or more: each prompt may have one tile that is not full
     return Parts(splits, own, of_prompt, tile, min(num_rows, num_tiles))
 
 
 def num_splits(num_programs: int, num_keys: int, least: int) -> int:
-    """Parts of at least so many keys."""
+    """Return the number of splits, so that each part has at least `least` keys."""
     splits = 1
     while splits < MAX_SPLITS and num_programs * splits < PROGRAMS and num_keys > least * splits:
         splits *= 2
@@ -139,7 +145,7 @@ def num_splits(num_programs: int, num_keys: int, least: int) -> int:
 
 
 def tiles_of(prompt_N: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """(first row, number of rows) of tiles: neighbours of one prompt, at most so many."""
+    """Return (first row, number of rows) of each tile: neighbours with one prompt, at most `most` rows."""
     tiles: list[tuple[int, int]] = []
     for n, prompt in enumerate(prompt_N):
         first, count = tiles[-1] if tiles else (0, most)
@@ -152,9 +158,9 @@ def tiles_of(prompt_N: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 @dataclass
 class KernelDecode(Pass):
-    """`slots.Decode` by kernels. Where the cache is, they read from the table.
+    """`slots.Decode` by kernels, which read the address of the cache from the table.
 
-    tiles_CN   first row and number of rows of each tile, of no rows behind the last
+    tiles_CN   first row and number of rows of each tile; 0 rows after the last tile
     run        runs a kernel, or only compiles it
     """
 
@@ -173,7 +179,7 @@ class KernelDecode(Pass):
     def attend_unrotated(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule, norms: object, rounds: bool
     ) -> torch.Tensor:
-        """Query and key as the product gave them."""
+        """Attend with query and key as the matrix product gave them; the kernel norms and rotates them."""
         how = {"ROTATE": True, "NORM": norms is not None, "ROUND": rounds}
         return self._attend((q, k, v), layer, rule, norms, how)
 
@@ -185,7 +191,7 @@ class KernelDecode(Pass):
         N, H, _, D = q.shape
         shares = parts.of_prompt > 0 and not rule.window
         splits = parts.own if shares else parts.splits
-        if rule.sinks is not None:  # they need the sums of the weights, which are kept of parts
+        if rule.sinks is not None:  # sinks need the sums of the weights, which only parts store
             splits = max(2, splits)
         num_parts = splits + (parts.of_prompt if shares else 0)
         out_NTHD = torch.empty(N, 1, H, D, dtype=shape.dtype, device=q.device)
@@ -219,7 +225,7 @@ class KernelDecode(Pass):
                 kernels.join_kernel, (N * H,), partial, stats, out_NTHD, num_parts, D=D, BLOCK_P=2 * MAX_SPLITS,
                 BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
-        if rule.sinks is not None:  # exp(sum) of the scores without the sink, as a share of that with it
+        if rule.sinks is not None:  # scale by Σ exp(scores) / (Σ exp(scores) + exp(sink))
             score, weight = stats.view(N, H, num_parts, 2).unbind(-1)
             logsumexp_NH = (score + weight.log()).logsumexp(-1)
             share_NH = (logsumexp_NH - rule.sinks.float()).sigmoid()
@@ -230,7 +236,10 @@ class KernelDecode(Pass):
 def pick(
     logits_NV: torch.Tensor, rows: Rows, eos: torch.Tensor, table: torch.Tensor, scale: float, greedy: bool
 ) -> None:
-    """Draw every row's next token from softmax(logits·scale) and write it down. `eos` has a power of two of ids."""
+    """Draw every row's next token from softmax(logits·scale) and write it to the outputs.
+
+    len(eos) is a power of two.
+    """
     N, V = logits_NV.shape
     chunks = triton.cdiv(V, CHUNK)
     max_NC = torch.empty(N, chunks, dtype=torch.float32, device=logits_NV.device)

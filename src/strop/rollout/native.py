@@ -1,4 +1,4 @@
-"""Rollouts of strop's MoE: its engine's own loop, with a KV cache, a prompt read once for all its samples."""
+"""Rollouts of strop's MoE by its engine's own loop, with a KV cache. A prompt is read once for all its samples."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def complete(
     if sampling.min_p:
         raise ValueError(f"min_p must be 0 for strop's MoE, found {sampling.min_p:g}")
     model = unwrapped(policy.model)
-    model._check_sharing()  # what training wrote must be what the engine reads
+    model._check_sharing()  # the engine must read the weights that training wrote
     rows, cache = [prompt.numpy() for prompt in prompts], None
     if cached is not None:
         rows, cache = _going_on(model.moe.engine, rows, cached, sampling.max_new_tokens)
@@ -40,7 +40,7 @@ def complete(
     )
     if cached is not None:
         cached.rows.update({row: (cache, at) for at, row in enumerate(cached.now)})
-    # copies of the rows, so that nothing holds the whole array
+    # copies of the rows, so that the whole array can be freed
     tokens = [torch.from_numpy(row.copy()) for row in made.completions]
     logps = torch.from_numpy(made.logps_BT).to(model.dtype)
     return tokens, [row[:length].clone() for row, length in zip(logps, made.lengths_B.tolist(), strict=True)]
@@ -49,7 +49,10 @@ def complete(
 def _going_on(
     engine: Any, rows: list[np.ndarray], cached: CachedRows, max_new_tokens: int
 ) -> tuple[list[np.ndarray], Any]:
-    """Return what is new of each row, and a cache with what is known of it. `cached` holds where a row stands: a cache, and its number there."""
+    """Return the new tokens of each row, and a cache with the tokens already read.
+
+    `cached` has for each row a cache and the row's number in it.
+    """
     _read_twins(engine, rows, cached)
     cache = engine.new_cache(len(rows), max(map(len, rows)) + max_new_tokens)
     for at, row in enumerate(cached.now):
@@ -59,7 +62,7 @@ def _going_on(
 
 
 def _read_twins(engine: Any, rows: list[np.ndarray], cached: CachedRows) -> None:
-    """Of rows that begin here equal prompts are read once, but for the last token: what follows it is drawn."""
+    """Read equal prompts of new rows once, but for the last token: the step that reads it draws the next one."""
     same: dict[bytes, list[int]] = {}
     for row, ids in zip(cached.now, rows, strict=True):
         if row not in cached.rows and len(ids) > 1:

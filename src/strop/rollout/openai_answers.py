@@ -1,4 +1,4 @@
-"""OpenAI's answers as data: from completions of the sampling queue to JSON objects, whole or in the pieces of a stream."""
+"""OpenAI's answers as data: completions of the sampling queue become JSON objects, whole or as pieces of a stream."""
 
 import json
 import secrets
@@ -12,13 +12,13 @@ from strop.rollout.served_model import ServedModel
 
 
 def error_body(message: str, status: int) -> Json:
-    """Return OpenAI's form of an error."""
+    """Return an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def answer_head(request: OpenAIRequest, served: ServedModel, kind: str) -> Json:
-    """Return the fields that all answers, and all events of a stream, begin with."""
+    """Return the first fields of every answer and of every event of a stream."""
     head = {"id": f"strop-{secrets.token_hex(8)}", "object": kind, "created": int(time.time())}
     return head | {"model": request.model or served.name, "choices": [], "usage": None}
 
@@ -29,7 +29,7 @@ def answer_body(
     completions: list[list[SampledCompletion]],
     prompt_logps: list[list[float]],
 ) -> Json:
-    """Return the answer to a request that is no stream: completions and log-probs of each of its prompts."""
+    """Return the answer to a request without a stream: completions and log-probs of each of its prompts."""
     choices: list[Json] = []
     for prompt, answers, logps in zip(request.prompts, completions, prompt_logps, strict=True):
         for completion in answers:
@@ -56,7 +56,7 @@ class CutCompletion:
 
 
 def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: ServedModel) -> CutCompletion:
-    """Return the completion's text without its EOS, up to the first stop text; and the ids of that much."""
+    """Return the completion up to the first stop text: its text without EOS, and the ids that cover it."""
     ids, ended = completion.ids, completion.reason == "eos"
     text, reason = served.decode(ids[:-1] if ended else ids), "stop" if ended else "length"
     num = len(ids)
@@ -84,7 +84,7 @@ def _chat_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion
 
 
 def chat_message(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> tuple[Json, str]:
-    """Return the assistant's message, with the calls that were read from it, and why it ended."""
+    """Return the assistant's message, with the tool calls parsed from it, and its finish reason."""
     message: Json = {"role": "assistant", "content": cut.text}
     if not request.tools or served.parse_calls is None:
         return message, cut.finish_reason
@@ -121,7 +121,7 @@ def _prompt_logprobs(prompt: list[int], logps: list[float]) -> list[Json | None]
 
 
 def usage_of(prompts: Sequence[list[int]], completions: Sequence[SampledCompletion]) -> Json:
-    """Return how many tokens were read and drawn."""
+    """Return the numbers of tokens read and drawn."""
     read, written = sum(map(len, prompts)), sum(len(one.ids) for one in completions)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -129,7 +129,8 @@ def usage_of(prompts: Sequence[list[int]], completions: Sequence[SampledCompleti
 class StreamedText:
     """The text of a stream as it grows.
 
-    What may still change is held back until the next piece: half a character, or what may be the beginning of a stop text.
+    Text that may still change is held back until the next piece: half a character, or a possible beginning of a stop
+    text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]):
@@ -138,7 +139,10 @@ class StreamedText:
         self._num_sent = 0
 
     def add(self, ids: list[int], reason: str) -> tuple[str, str | None]:
-        """Take a piece and why the completion ended, or ""; return the new text, and OpenAI's finish_reason at the end."""
+        """Add a piece; return the new text, and OpenAI's finish_reason at the end.
+
+        reason   why the completion ended, or ""
+        """
         self.ids += ids
         text = self._decode(self.ids[:-1] if reason == "eos" else self.ids)
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]

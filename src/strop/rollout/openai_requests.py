@@ -1,7 +1,7 @@
-"""OpenAI's requests as data: from a body's bytes to what the sampling queue takes.
+"""OpenAI's requests as data: from a body's bytes to requests for the sampling queue.
 
-Nothing here knows of HTTP. Every mistake of a request is a `RequestError` (or a ValueError or TypeError of a deeper check)
-that names the field.
+This module knows nothing of HTTP. Every mistake in a request is a `RequestError` (or a ValueError or TypeError of a
+deeper check) that names the field.
 """
 
 import json
@@ -18,10 +18,10 @@ from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
 from strop.rollout.served_model import RequestError, ServedModel
 
-MAX_CHOICES = 1024  # completions of one request, over all its prompts
-MAX_TOKENS = 1 << 20  # of a completion, where the model does not say how much it reads
+MAX_CHOICES = 1024  # maximum completions of one request, over all its prompts
+MAX_TOKENS = 1 << 20  # maximum length of a completion, if the model does not state its own
 MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
-SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields that are taken with these values alone, besides null
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields accepted only with these values, besides null
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
     "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",), "min_tokens": (0,),
     "length_penalty": (1,), "use_beam_search": (False,), "skip_special_tokens": (True,), "parallel_tool_calls": (True,),
@@ -34,19 +34,19 @@ READ = {
     "return_token_ids", "stream", "stream_options", "response_format", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
 }  # fmt: skip
-WITHOUT_EFFECT = {  # these change no token of an answer
+WITHOUT_EFFECT = {  # fields that change no token of an answer
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "cache_salt",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIRequest:
-    """A request of completions, checked.
+    """A checked request for completions.
 
-    messages   of a chat, as they went into the template; None for a text or ids
+    messages   the messages of a chat, as given to the template; None for a text or ids
     echo_ids   also send token ids (`return_token_ids`)
-    tools      the tools the model was shown; None where there are none
-    grammar    what a completion may be; None for any text
+    tools      the tools shown to the model; None if there are none
+    grammar    the rules for a completion; None for any text
     """
 
     chat: bool
@@ -68,7 +68,7 @@ class OpenAIRequest:
     messages: list[Json] | None = None
 
     def sampling_requests(self, served: ServedModel) -> list[SamplingRequest]:
-        """Return a request to the queue for each prompt."""
+        """Return one request to the queue per prompt."""
 
         def ends(ids: list[int]) -> bool:
             text = served.decode(ids)
@@ -103,7 +103,7 @@ def parse_body(data: bytes) -> Json:
 
 
 def parse_text_request(body: Json, served: ServedModel) -> OpenAIRequest:
-    """Read a body of /v1/completions."""
+    """Parse a body of /v1/completions."""
     served.check_name(body.get("model"))
     prompts = body.get("prompt")
     if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
@@ -126,7 +126,7 @@ def parse_text_request(body: Json, served: ServedModel) -> OpenAIRequest:
 
 
 def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
-    """Read a body of /v1/chat/completions. The prompt goes through the model's chat template."""
+    """Parse a body of /v1/chat/completions. The prompt goes through the model's chat template."""
     served.check_name(body.get("model"))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -220,7 +220,7 @@ def _request(
 
 
 def _grammar(found: object, served: ServedModel) -> Grammar | None:
-    """Return what `response_format` allows; None for any text."""
+    """Return the grammar that `response_format` asks for; None for any text."""
     if found is None or found == {"type": "text"}:
         return None
     kind = found.get("type") if isinstance(found, dict) else found
@@ -238,9 +238,9 @@ def _grammar(found: object, served: ServedModel) -> Grammar | None:
 
 
 def _template_options(body: Json) -> Json:
-    """Return what the request says to the chat template, such as Qwen3's `enable_thinking`."""
+    """Return the request's options for the chat template, such as Qwen3's `enable_thinking`."""
     options = body.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or "chat_template" in options:  # a template is a program, and may not end
+    if not isinstance(options, dict) or "chat_template" in options:  # a template is a program that may not end
         raise RequestError(f"chat_template_kwargs must be an object without a chat_template, found {_shown(options)}")
     return options
 
@@ -252,7 +252,7 @@ def _encoded(
     options: Json | None = None,
     tools: list[Json] | None = None,
 ) -> list[int]:
-    """Return the prompt's ids. What the tokenizer or the template has against it is the request's mistake."""
+    """Return the prompt's ids. Errors of the tokenizer or the template become a `RequestError`."""
     tokenizer, row = served.policy.tokenizer, {"chat_template_kwargs": options}
     try:
         ids = encode_prompt(prompt, tokenizer, {**row, "tools": tools} if tools else row)
@@ -260,13 +260,13 @@ def _encoded(
             raise RequestError("tools must be none: the model's chat template does not write them")
     except RequestError:
         raise
-    except Exception as error:  # of many kinds: ours, the template's, and the tokenizer's own
+    except Exception as error:  # errors of many kinds: ours, the template's, the tokenizer's
         raise RequestError(f"{name}: {error}"[:500]) from None
     return ids
 
 
 def _message(found: object, where: str) -> Json:
-    """Return a message as chat templates take it: its content a text, the arguments of its calls objects."""
+    """Return a message in the form of chat templates: its content is a text, the arguments of its calls are objects."""
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise RequestError(f"{where} must be an object with a role, found {_shown(found)}")
     content = found.get("content")
@@ -298,7 +298,7 @@ def _past_call(call: Any, where: str) -> Json:
 
 
 def _tools(body: Json, served: ServedModel) -> list[Json] | None:
-    """Return the tools the template is to write; None where there are none."""
+    """Return the tools that the template should write; None if there are none."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise RequestError(
@@ -318,7 +318,7 @@ def _tools(body: Json, served: ServedModel) -> list[Json] | None:
 
 
 def _check_length(num_characters: int, name: str, served: ServedModel) -> None:
-    """Refuse, before it is tokenised, a text that must have more tokens than the model reads."""
+    """Raise, before tokenising, if a text is certainly longer than the model reads."""
     if num_characters > served.max_characters:
         raise RequestError(
             f"{name} must have at most {served.max_characters} characters (more are certainly more tokens than the model "
@@ -333,7 +333,7 @@ def _listed(body: Json, name: str) -> list[Any]:
 
 
 def _wanted(body: Json, name: str) -> bool:
-    """True if log-probs are asked for: 0 asks for those of the tokens drawn alone."""
+    """Return whether log-probs are asked for. The value 0 asks for those of the drawn tokens alone."""
     return body.get(name) is not None and body[name] is not False
 
 
@@ -366,7 +366,7 @@ def _number(body: Json, name: str, default: float) -> float:
 
 
 def parse_name(body: Row, name: str) -> str:
-    """Return a field that must be a text."""
+    """Return a field after a check that it is a text."""
     if not isinstance(body.get(name), str) or not body[name]:
         raise RequestError(f"{name} must be a text, found {_shown(body.get(name))}")
     return body[name]
@@ -378,5 +378,5 @@ def _shown(value: object) -> str:
         return "a number of more than 60 digits"
     try:
         return f"{value!r:.80}"
-    except (RecursionError, ValueError):  # nested too deeply, or with numbers too long to be written
+    except (RecursionError, ValueError):  # nested too deeply, or a number too long to print
         return type(value).__name__

@@ -3,9 +3,9 @@
     served = ServedModel(policy, "my-model")
     OpenAIServer(served, port=8000).serve_forever()      # or start() and stop(), in a thread
 
-It answers what `strop.rollout.client` asks of a vLLM (ids in and out, log-probs of the tokens drawn and of the prompt) and
-what chat programs ask. HTTP is uvicorn's and starlette's. This file adds who may ask, the limits of size and time, and the
-answers' statuses. A request's fields are read in `openai_requests`, answers are made in `openai_answers`.
+It answers the requests of `strop.rollout.client`, as a vLLM does (ids in and out, log-probs of drawn and prompt
+tokens), and those of chat programs. HTTP is uvicorn's and starlette's. This file adds access control, limits on size
+and time, and the status of answers. Requests are parsed in `openai_requests`, answers are made in `openai_answers`.
 """
 
 import asyncio
@@ -54,11 +54,11 @@ from strop.rollout.openai_requests import (
 from strop.rollout.sampling_queue import QueueFull, SampledCompletion, Ticket
 from strop.rollout.served_model import RequestError, ServedModel
 
-MAX_HEAD = 32 << 10  # bytes of a request's line and headers
-MIN_BODY, MAX_BODY = 1 << 20, 64 << 20  # bytes of a body: what a longest prompt needs, within these
-MAX_BODIES = 256 << 20  # bytes of all bodies that are being read
-BODY_SECONDS, IDLE_SECONDS = 60, 30  # for a body to arrive, and between requests of a connection
-SMALL_BODY, SMALL_ANSWER = 16 << 10, 4096  # bytes, and tokens, that are handled without another thread
+MAX_HEAD = 32 << 10  # maximum bytes of a request's line and headers
+MIN_BODY, MAX_BODY = 1 << 20, 64 << 20  # bytes of a body: enough for the longest prompt, within these limits
+MAX_BODIES = 256 << 20  # bytes of all bodies being received
+BODY_SECONDS, IDLE_SECONDS = 60, 30  # limits: to receive a body, and between requests of a connection
+SMALL_BODY, SMALL_ANSWER = 16 << 10, 4096  # bytes, and tokens, handled without another thread
 
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
@@ -66,7 +66,7 @@ log = logging.getLogger("strop")
 
 
 def check_exposure(host: str, api_key: str | None) -> None:
-    """Raise unless a server that other machines can reach has a key."""
+    """Raise if other machines can reach the host and no key is given, or if the key is not valid."""
     if api_key is not None and (not api_key or not api_key.isascii() or api_key != api_key.strip()):
         raise ValueError("api_key must be ASCII characters without blanks around them")
     if api_key is None and not is_loopback(host):
@@ -76,11 +76,11 @@ def check_exposure(host: str, api_key: str | None) -> None:
 
 
 class OpenAIServer:
-    """The server. `url` is its address; port 0 is any that is free.
+    """The server. `url` is its address; port 0 takes any free port.
 
-    allow_sync      whoever may ask may also exchange the weights and load adapters
-    api_key         what a client must send; needed if other machines can reach the host
-    allowed_hosts   names in a request's Host that are answered, besides loopback's and `host`
+    allow_sync      clients may also exchange the weights and load adapters
+    api_key         the key that clients must send; required if other machines can reach the host
+    allowed_hosts   accepted names in a request's Host, besides loopback's and `host`
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OpenAIServer:
     ):
         check_exposure(host, api_key)
         self.served = served
-        need = 6 * served.max_characters + 12 * (served.policy.max_length or 0)  # \uXXXX a character, or ids
+        need = 6 * served.max_characters + 12 * (served.policy.max_length or 0)  # \uXXXX per character, or ids
         self.max_body = min(max(need, MIN_BODY), MAX_BODY)
         self._body_bytes = 0
         self._workers = concurrent.futures.ThreadPoolExecutor(2, "strop-texts")
@@ -146,14 +146,14 @@ class OpenAIServer:
             self._workers.shutdown(wait=False)
 
     def start(self) -> "OpenAIServer":
-        """Serve in a thread. Connections are taken from now on."""
+        """Serve in a thread. Connections are accepted at once."""
         self._socket.listen(1024)
         self._thread = threading.Thread(target=self.serve_forever, name="strop-http", daemon=True)
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End what `start` began. Answers that are on their way have three seconds."""
+        """Stop the thread that `start` began. Answers in progress have three seconds to finish."""
         while self._thread is not None and self._thread.is_alive():
             if self._uvicorn is not None:
                 self._uvicorn.should_exit = True
@@ -169,7 +169,7 @@ class OpenAIServer:
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         await self._read(request)
-        return json_response({"success": True})  # there is none
+        return json_response({"success": True})  # there is no prefix cache
 
     async def _collective_rpc(self, request: Request) -> Response:
         body = parse_body(await self._read(request))
@@ -226,7 +226,7 @@ class OpenAIServer:
         return await asyncio.get_running_loop().run_in_executor(self._workers, make) if apart else make()
 
     async def _read(self, request: Request) -> bytes:
-        """Return the body. It is refused as soon as it is seen to be too long, or is not there in time."""
+        """Return the body. Raise as soon as it is too long or late."""
         length = request.headers.get("content-length", "0")
         if len(length) > 18 or int(length) > self.max_body:
             raise RequestError(f"a body must have at most {self.max_body} bytes, found {length:.40}", 413)
@@ -247,7 +247,7 @@ class OpenAIServer:
         return bytes(data)
 
     def _stream(self, asked: OpenAIRequest) -> Response:
-        """Return the answer as events, one for each piece. Errors of the request are raised before it begins."""
+        """Return the answer as events, one per piece. Errors in the request are raised before the first event."""
         pieces: asyncio.Queue[tuple[list[int], list[float], str]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -257,7 +257,7 @@ class OpenAIServer:
 
         (wanted,) = asked.sampling_requests(self.served)
         ticket = self.served.queue.submit(wanted, on_piece)
-        # an exception of the engine comes as a last piece
+        # an exception of the engine arrives as the last piece
         ticket.future.add_done_callback(lambda _: on_piece([], [], "failed"))
         return StreamingResponse(self._events(asked, ticket, pieces), media_type="text/event-stream")
 
@@ -293,7 +293,10 @@ class OpenAIServer:
     def _piece(
         self, asked: OpenAIRequest, ticket: Ticket, new: str, ids: list[int], logps: list[float], finish: str | None
     ) -> Json:
-        """Return what a piece adds. With tools everything is sent at the end, since a call can be read only as a whole."""
+        """Return the choice of one piece.
+
+        With tools everything is sent at the end, since a call is parsed only as a whole.
+        """
         extra = {"token_ids": ids} if asked.echo_ids or not asked.chat else {}
         if not asked.chat:
             words = [self.served.decode([token]) for token in ids] if asked.logprobs else []
@@ -318,7 +321,7 @@ def _event(found: Json) -> bytes:
 async def _unless_gone(
     request: Request, futures: Sequence["concurrent.futures.Future[list[SampledCompletion]]"]
 ) -> list[list[SampledCompletion]]:
-    """Wait for the results; ClientDisconnect as soon as the client has left."""
+    """Wait for the results. Raise ClientDisconnect as soon as the client has left."""
     results = asyncio.gather(*map(asyncio.wrap_future, futures))
     gone = asyncio.ensure_future(_until_gone(request))
     both: list[asyncio.Future[Any]] = [results, gone]
@@ -338,13 +341,13 @@ async def _until_gone(request: Request) -> None:
 
 
 def _with_errors(page: Page) -> Page:
-    """Return the page with every error as an answer in OpenAI's form."""
+    """Return the page with every error turned into an answer in OpenAI's form."""
 
     async def answered(request: Request) -> Response:
         try:
             return await page(request)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left
         except QueueFull as error:
             return json_response(error_body(str(error), 503), 503)
         except (
@@ -352,7 +355,7 @@ def _with_errors(page: Page) -> Page:
             TypeError,
             OverflowError,
             RecursionError,
-        ) as error:  # of the request, by whichever check it met
+        ) as error:  # errors in the request, from any check
             status = getattr(error, "status", 400)
             return json_response(error_body(str(error)[:1000], status), status, close=status in (408, 413, 503))
         except Exception as error:

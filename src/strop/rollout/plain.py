@@ -1,4 +1,4 @@
-"""Rollouts of a module that only returns logits: a loop without a cache, each step a forward of the rows still going.
+"""Rollouts of a module that only returns logits: a loop without a cache, with one forward of all active rows per step.
 
 Rows are right-padded and the logits of each row's last real token are read, so padding has no influence on a causal
 model.

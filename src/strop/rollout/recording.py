@@ -1,11 +1,11 @@
-"""Which experts the tokens of a round chose, beside the cache.
+"""Records of the experts that the tokens of a round chose, stored beside the cache.
 
-The tokens of a prompt are recorded once, where its slots are, and belong to all its samples. A row reads its prompt's last
-token and then what it drew, one token a step: these are recorded by row and step, so it does not matter which slots the row
-had or when it began. The last token a row draws is never read and has no record; it predicts nothing and nothing
-attends to it.
+The tokens of a prompt are recorded once, by slot, for all its samples. A row reads its prompt's last token and then its
+drawn tokens, one per step. These are recorded by row and step, so it does not matter which slots the row had or when it
+began. The last token a row draws is never read and has no record; it predicts nothing and nothing attends to it.
 
-Shapes: S slots of prompts, B rows of the round, T steps, N rows of a step; L layers with a router, k experts of a token.
+Shapes: S slots of prompts, B rows of the round, T steps, N rows of a step; L layers with a router, k experts of a
+token.
 """
 
 import contextlib
@@ -20,9 +20,12 @@ from strop.rollout.slots import Rows
 
 @dataclass
 class Record:
-    """latest     which experts the latest forward chose
-    step_NLk      those of the latest step; in the same memory in all rounds, where CUDA graphs write them
-    drawn_BTLk    has a row more than there are, for what rows read that have ended
+    """The experts chosen in a round.
+
+    latest        returns the experts of the latest forward
+    step_NLk      experts of the latest step; in the same memory in all rounds, since CUDA graphs write there
+    prompts_SLk   experts of the prompts' tokens
+    drawn_BTLk    experts of the rows' steps; one more row takes the reads of rows that have ended
     """
 
     latest: Callable[[], torch.Tensor]
@@ -38,16 +41,16 @@ class Record:
         return cls(latest, step_NLk, empty(num_slots), empty(B + 1, T))
 
     def read_prompts(self, tokens_M: torch.Tensor, slots_M: torch.Tensor) -> None:
-        """These of the tokens of the latest forward are the prompts' in these slots."""
+        """Store the experts of these tokens of the latest forward as those of the prompts in these slots."""
         self.prompts_SLk[slots_M] = self.latest()[tokens_M]
 
     def read_step(self, num_rows: int) -> None:
-        """Part of a step: what a graph does again."""
+        """Copy the experts of the latest forward to step_NLk. This is part of a step, so a graph repeats it."""
         self.step_NLk[:num_rows] = self.latest()
 
     @contextlib.contextmanager
     def step(self, rows: Rows) -> Iterator[None]:
-        """Around a step of these rows."""
+        """Store the experts of a step of these rows, at the end of this context."""
         ended_N = rows.finished_N != 0
         row_N, step_N = rows.row_N.masked_fill(ended_N, len(self.drawn_BTLk) - 1), rows.step_N.long()
         yield
@@ -56,7 +59,11 @@ class Record:
     def of_rows(
         self, prompts: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], num_samples: int
     ) -> list[torch.Tensor]:
-        """[prompt and completion, L, k] of every row. starts: of the prompts' slots; lengths: of the completions"""
+        """Return [prompt and completion, L, k] of every row.
+
+        starts    the first slot of each prompt
+        lengths   the lengths of the completions
+        """
         prompts_SLk, drawn_BTLk = self.prompts_SLk.cpu(), self.drawn_BTLk.cpu()
         unread_1Lk = drawn_BTLk.new_full((1, *drawn_BTLk.shape[2:]), NONE)
         found = []

@@ -2,12 +2,12 @@
 
     queue = SamplingQueue(policy)
     ticket = queue.submit(SamplingRequest(prompt=[5, 6, 7], sampling=Sampling(max_new_tokens=64), num_samples=4))
-    completions = ticket.result()           # ticket.cancel() takes the request back
+    completions = ticket.result()           # ticket.cancel() withdraws the request
 
 One thread decodes. It takes all rows with the same sampling rule, lets the engine draw a piece of at most LONGEST_PIECE
-tokens for each, removes rows that ended or were cancelled, and fills their places with rows that wait. The engine keeps
-what it has read of a row from piece to piece. A row's random numbers depend on its request's seed alone, so it draws what
-`generate` draws with that seed. Rows beside it can only change how a matrix product is rounded.
+tokens for each, removes rows that ended or were cancelled, and gives their places to waiting rows. The engine caches
+rows from piece to piece. A row's random numbers depend only on its request's seed, so it draws the same tokens as
+`generate` with that seed. Other rows can only change the rounding of a matrix product.
 """
 
 import collections
@@ -30,26 +30,26 @@ from strop.rollout.generate import CACHING, ENGINES, checked_prompts
 from strop.rollout.grammar import Grammar, draw_allowed
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
-FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece where the caller streams, and of later ones at most
-LONGEST_PIECE_READ_AGAIN = 64  # where the engine keeps nothing of a row and reads it again before each piece
-MAX_WAITING_TOKENS = 1 << 25  # of prompts that wait; a caller beyond that is refused
-LOGITS_AT_ONCE = 1 << 26  # numbers in the logits that are made together for the most probable tokens
+FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece for a streaming caller; maximum of later pieces
+LONGEST_PIECE_READ_AGAIN = 64  # maximum if the engine has no cache and reads a row again before each piece
+MAX_WAITING_TOKENS = 1 << 25  # tokens of waiting prompts; a further request is refused
+LOGITS_AT_ONCE = 1 << 26  # number of logits computed together for the most probable tokens
 
 
 class QueueFull(RuntimeError):
-    """The queue takes no further request now."""
+    """The queue accepts no further request at present."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """What a caller asks for: num_samples completions of one prompt.
+    """A request for num_samples completions of one prompt.
 
-    address        which of the seed's random numbers it has, as in `generate`
-    model          the name that the queue's `use_model` knows, such as an adapter's; None is its default
-    ends           says of a completion's ids whether it is to end here, such as at a stop text
+    address        which of the seed's random numbers it uses, as in `generate`
+    model          a name that the queue's `use_model` knows, such as an adapter's; None is its default
+    ends           returns whether a completion with these ids ends here, such as at a stop text
     prompt_logps   also return the log-probs of the prompt's tokens
-    num_top        also return so many of the most probable tokens at each place of a completion
-    grammar        draw only what it allows
+    num_top        also return this number of most probable tokens at each position of a completion
+    grammar        draw only tokens that it allows
     streams        the caller reads pieces as they come, so the first ones are short
     """
 
@@ -68,7 +68,7 @@ class SamplingRequest:
 
     @property
     def rule(self) -> Hashable:
-        """Rows of requests with equal rules can be decoded together."""
+        """The sampling rule. Rows of requests with equal rules can be decoded together."""
         return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos, self.grammar
 
 
@@ -77,8 +77,8 @@ class SampledCompletion:
     """One completion of a request.
 
     logps     the log-prob of each token under the distribution it was drawn from
-    reason    "eos"; "length" where max_new_tokens ended it; "stop" where the request's `ends` or `grammar` did
-    top       where asked for, at each place the most probable tokens: (id, log-prob), the most probable first
+    reason    "eos"; "length" if max_new_tokens ended it; "stop" if the request's `ends` or `grammar` did
+    top       if asked for, the most probable tokens at each position: (id, log-prob), the most probable first
     """
 
     ids: list[int] = field(default_factory=list)
@@ -91,9 +91,9 @@ OnPiece = Callable[[list[int], list[float], str], None]  # new ids, their log-pr
 
 
 class Ticket:
-    """A request in the queue. `future` has the completions, in the order of the samples.
+    """A request in the queue. `future` yields the completions, in the order of the samples.
 
-    prompt_logps   where asked for, the log-prob of each token of the prompt but the first
+    prompt_logps   if asked for, the log-prob of each token of the prompt but the first
     on_piece       called by the queue's thread after each piece, for a request of one sample
     """
 
@@ -110,7 +110,7 @@ class Ticket:
         return self.future.result(timeout)
 
     def cancel(self) -> None:
-        """Take the request back: its rows leave before the next piece. Nothing happens to one that is done."""
+        """Withdraw the request: its rows leave before the next piece. A finished request does not change."""
         if self.future.cancel():
             self._queue.wake()
 
@@ -127,7 +127,7 @@ class QueueRow:
 
     @functools.cached_property
     def matcher(self) -> Any:
-        """What follows the completion in the request's grammar; None without one."""
+        """The matcher that follows the completion in the request's grammar; None without one."""
         grammar = self.ticket.request.grammar
         return None if grammar is None else grammar.matcher()
 
@@ -147,8 +147,8 @@ class QueueRow:
 class SamplingQueue:
     """Draws completions for many callers, with the policy's weights as they are at each piece.
 
-    max_batch   rows that are decoded together; None is 64, and 256 on a GPU
-    use_model   a context in which the policy has the model of this name; None uses the policy as it is
+    max_batch   maximum number of rows decoded together; None is 64, and 256 on a GPU
+    use_model   returns a context that yields the policy with the model of this name; None uses the policy as it is
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class SamplingQueue:
         self._longest_piece = LONGEST_PIECE
         self._num_rows = 0
         self._closed = False
-        self.num_drawn = self.num_turns = 0  # tokens and pieces so far, those of cancelled requests included
+        self.num_drawn = self.num_turns = 0  # tokens and pieces so far, including those of cancelled requests
         self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True)
         self._thread.start()
 
     # ---- for callers, in any thread ----
 
     def submit(self, request: SamplingRequest, on_piece: OnPiece | None = None) -> Ticket:
-        """Put a request into the queue. ValueError where the policy cannot read the prompt or complete it so far."""
+        """Put a request into the queue. Raise ValueError if the prompt and its completion do not fit the policy."""
         checked_prompts(self.policy, [request.prompt], request.sampling, "prompt")
         ticket = Ticket(self, request, on_piece)
         with self._changed:
@@ -188,9 +188,9 @@ class SamplingQueue:
         return ticket
 
     def call(self, function: Callable[[], object]) -> Any:
-        """Call the function in the queue's thread between requests, as for a change of the weights; return its result.
+        """Call the function in the queue's thread between requests, such as to change the weights; return its result.
 
-        Rows that are being drawn end first. Requests that wait are drawn after it.
+        Rows that are being drawn are finished first. Waiting requests are drawn afterwards.
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._changed:
@@ -204,7 +204,7 @@ class SamplingQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread after its piece. Requests that are not done fail."""
+        """Stop the thread after its present piece. Unfinished requests fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -247,7 +247,7 @@ class SamplingQueue:
         self._leave([row for row in self._active if row.ticket.future.cancelled()])
 
     def _admit(self) -> None:
-        """Fill free places, a row at a time, always from the request that has the fewest rows drawn now."""
+        """Fill free places one row at a time, always from the request with the fewest rows being drawn."""
         drawn = collections.Counter(row.ticket for row in self._active)
         while self._waiting and len(self._active) < self.max_batch:
             ticket = min(self._waiting, key=lambda one: drawn[one])
@@ -272,7 +272,7 @@ class SamplingQueue:
         self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
 
     def _take_turn(self) -> None:
-        """Draw a piece for the rows whose turn it is: those with the rule of the row that has waited longest."""
+        """Draw a piece for the rows whose turn it is: those with the same rule as the row that has waited longest."""
         self.num_turns += 1
         rule = min(self._active, key=lambda row: row.last_turn).ticket.request.rule
         rows = [row for row in self._active if row.ticket.request.rule == rule]
@@ -280,7 +280,7 @@ class SamplingQueue:
             row.last_turn = self.num_turns
         try:
             ended = self._draw(rows)
-        except Exception as error:  # the engine's, of any kind: these requests have failed, others have not
+        except Exception as error:  # the engine may raise anything: only these requests have failed
             tickets = {row.ticket for row in rows}
             with self._changed:
                 self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
@@ -297,7 +297,7 @@ class SamplingQueue:
                     row.ticket.future.set_result(row.ticket.completions)
 
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
-        """Draw a piece for each of the rows, which have one rule; return those that ended."""
+        """Draw a piece for each of these rows, which share one rule; return the rows that ended."""
         request = rows[0].ticket.request
         cached = self._cached.setdefault(request.rule, CachedRows())
         with (
@@ -355,7 +355,7 @@ class SamplingQueue:
             row.ticket.on_piece(ids, logps, completion.reason)
 
     def _score(self, policy: Policy, row: QueueRow) -> None:
-        """Fill what the request asks for besides: the prompt's log-probs, and the most probable tokens."""
+        """Fill the other fields that the request asks for: the prompt's log-probs and the most probable tokens."""
         ticket, request = row.ticket, row.ticket.request
         if request.prompt_logps and not ticket.prompt_logps and len(request.prompt) > 1:
             batch = TokenBatch.of([Trajectory.of(request.prompt[:1], request.prompt[1:])], policy.device)

@@ -1,4 +1,6 @@
-"""The model behind `strop serve`: its name, its adapters, its tokenizer, its sampling queue, and changes of its weights."""
+"""The model behind `strop serve`: its name, its adapters, its tokenizer, its sampling queue, and changes of its
+weights.
+"""
 
 import contextlib
 import functools
@@ -15,13 +17,13 @@ from strop.models.kinds import adapter_off, is_peft
 from strop.rollout.grammar import Grammars
 from strop.rollout.sampling_queue import SamplingQueue
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter that peft saved
-LONGEST_TOKEN = 64  # characters of a token, where the tokenizer does not list its tokens
-LONGEST_TEXT = 1 << 23  # characters of a prompt, where the model does not say how much it reads
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # files of an adapter saved by peft
+LONGEST_TOKEN = 64  # maximum characters of a token, if the tokenizer does not list its tokens
+LONGEST_TEXT = 1 << 23  # maximum characters of a prompt, if the model does not state its maximum length
 
 
 class RequestError(ValueError):
-    """A request that is refused. `status` is the HTTP status of the answer."""
+    """A refused request. `status` is the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -30,7 +32,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that was read from what the model said."""
+    """A tool call parsed from the model's reply."""
 
     name: str
     arguments: Json
@@ -39,11 +41,11 @@ class ToolCall:
 class ServedModel:
     """A model, its adapters and its sampling queue. Weights change only between requests.
 
-    name           what clients ask for
-    sync_folder    weights and adapters are loaded from folders in this one alone; None is this machine's folder for
+    name           the model's name in requests
+    sync_folder    weights and adapters are loaded only from folders inside this one; None is this machine's folder for
                    temporary files, where a trainer on this machine writes them
-    max_batch      rows that are decoded together; None chooses by the device
-    parse_calls    reads calls of tools from a reply; None refuses requests with tools
+    max_batch      maximum number of rows decoded together; None chooses by the device
+    parse_calls    parses tool calls from a reply; None refuses requests with tools
     queue          draws completions; None makes a `SamplingQueue`
     """
 
@@ -73,14 +75,14 @@ class ServedModel:
         return {"object": "list", "data": base + [{"id": one, **about, "parent": self.name} for one in self.adapters]}
 
     def check_name(self, name: object) -> None:
-        """Raise unless a request for this model can be answered. None is the model itself."""
+        """Raise unless the name is the model's or an adapter's. None is the model itself."""
         if name is not None and name not in (self.name, *self.adapters):
             there = ", ".join(f"`{one}`" for one in (self.name, *self.adapters))
             raise RequestError(f"The model {f'`{name}`':.80} does not exist. This server has {there}.", 404)
 
     @contextlib.contextmanager
     def use(self, name: str | None) -> Iterator[Policy]:
-        """Yield the policy with this adapter, or without any. In the queue's thread."""
+        """Yield the policy with this adapter, or without any. Only for the queue's thread."""
         self.check_name(name)
         model: Any = unwrapped(self.policy.model)
         if name in self.adapters:
@@ -92,7 +94,7 @@ class ServedModel:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """What makes grammars for this model's tokens."""
+        """The maker of grammars for this model's tokens."""
         return Grammars(self.policy.tokenizer, self.policy.vocab_size, self.policy.eos_ids)
 
     def decode(self, ids: list[int], special_tokens: bool = False) -> str:
@@ -107,7 +109,7 @@ class ServedModel:
 
     @functools.cached_property
     def max_characters(self) -> int:
-        """A text of more characters has more tokens than the model reads."""
+        """The maximum characters of a prompt: a longer text certainly has more tokens than the model reads."""
         if self.policy.max_length is None:
             return LONGEST_TEXT
         get_vocab = getattr(self.policy.tokenizer, "get_vocab", None)
@@ -117,7 +119,10 @@ class ServedModel:
     # ---- weights ----
 
     def synced_folder(self, name: str, path: str) -> Path:
-        """Return the folder of this path, which must lie in `sync_folder` with all its files, wherever links lead."""
+        """Return the resolved folder of this path.
+
+        Raise unless it and all its files lie in `sync_folder`, after following links.
+        """
         found = Path(path)
         folder = found.resolve()
         if not found.is_absolute() or not folder.is_relative_to(self.sync_folder):
@@ -132,7 +137,7 @@ class ServedModel:
         return folder
 
     def reload_weights(self, weights_path: str) -> None:
-        """Load other weights into the model, in place, so that everything made for it stays valid."""
+        """Load other weights into the model in place, so that its engine and graphs stay valid."""
         folder = self.synced_folder("weights_path", weights_path)
         own = next(self.policy.model.parameters())
         with self._loading:
@@ -149,7 +154,7 @@ class ServedModel:
         base.load_state_dict(new.state_dict())
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter that peft saved, as a further model of this name."""
+        """Load an adapter saved by peft, as a further model with this name."""
         folder = self.synced_folder("lora_path", path)
         if missing := [one for one in ADAPTER_FILES if not (folder / one).is_file()]:
             raise RequestError(f"Loading lora {name} failed: there is no {missing[0]} in {path}", 404)
@@ -162,7 +167,7 @@ class ServedModel:
             raise RequestError(f"lora_name must be a new one, found {name!r:.80}")
         model: Any = unwrapped(self.policy.model)
         had_others = is_peft(model)
-        try:  # the configuration first, so that what does not fit is found before a layer is exchanged
+        try:  # read the configuration first, so that errors in it are found before a layer is replaced
             config = peft.PeftConfig.from_pretrained(path)
             weights = peft.load_peft_weights(path, device=str(self.policy.device))
             if had_others:
@@ -192,7 +197,7 @@ class ServedModel:
         if self.adapters:
             model.set_adapter(self.adapters[0])  # peft warns when the adapter in use is deleted
             model.delete_adapter(name)
-        else:  # the last one: the model below them is as it was
+        else:  # this was the last adapter: restore the model below
             self._use_policy(Policy(model.unload(), self.policy.tokenizer))
 
     def _use_policy(self, policy: Policy) -> None:

@@ -26,17 +26,17 @@ from strop.rollout.generate import Rollout, Sampler, checked_prompts
 from strop.rollout.sampling import Sampling
 
 PROBE_LENGTH = 64
-ROWS = ("prompt_ids", "completion_ids", "logps")  # what a checkpoint has of a rollout that was begun
+ROWS = ("prompt_ids", "completion_ids", "logps")  # the fields of an unfinished rollout in a checkpoint
 
 
 class ServerSampler(Sampler):
     """A sampler on servers, with the policy's weights as they are when a rollout is begun.
 
-    A rollout may be begun before it is asked for. It is then known by its seed, and kept until the next such rollout is
-    asked for: a step that failed asks again.
+    A rollout may be begun before it is asked for. It is stored under its seed until the next such rollout is asked
+    for, since a step that failed asks again.
 
     save      writes the model into a folder that servers can read
-    updates   how many the weights have had
+    updates   returns the number of updates of the weights so far
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class ServerSampler(Sampler):
         self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> Rollout:  # fmt: skip
-        """Return num_samples completions of each prompt, those that were begun with this seed if there are any."""
+        """Return num_samples completions of each prompt. A rollout that was begun with this seed is used."""
         if seed in self._begun:
             self._begun = {seed: self._begun[seed]}
-            begun = self._begun[seed]()  # copies, for a step that fails may have filled fields
+            begun = self._begun[seed]()  # copies, since a step that failed may have filled fields
             return Rollout(map(copy.copy, begun), begun.seconds, begun.engine)
-        for finish in self._begun.values():  # first: what follows may be with other weights
+        for finish in self._begun.values():  # finish these first: the next rollout may have other weights
             finish()
         return self._begin(prompts, sampling, num_samples, seed, addresses)()
 
@@ -81,7 +81,10 @@ class ServerSampler(Sampler):
             self._begun[seed] = functools.cache(self._begin(prompts, sampling, num_samples, seed, addresses))
 
     def state(self) -> State:
-        """Return the rollouts that were begun. Waits for them; one that failed is begun anew by who resumes."""
+        """Return the rollouts that were begun, after waiting for them.
+
+        Failed ones are left out and begun anew after a resume.
+        """
         tensors: dict[str, torch.Tensor] = {}
         values: Json = {}
         for seed, finish in self._begun.items():
@@ -90,7 +93,7 @@ class ServerSampler(Sampler):
                 for name in ROWS:
                     rows = getattr(rollout, name)
                     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-                    none = torch.zeros(0, dtype=torch.int64)  # of a process without prompts
+                    none = torch.zeros(0, dtype=torch.int64)  # for a process without prompts
                     joined = torch.cat(rows) if rows else none
                     tensors |= {f"{seed}/{name}": joined, f"{seed}/{name}_lengths": lengths}
                 values[str(seed)] = {"finish_reasons": rollout.finish_reasons, "engine": rollout.engine}
@@ -112,7 +115,7 @@ class ServerSampler(Sampler):
         addresses: Sequence[int],
         cached: CachedRows,
     ) -> Rollout:
-        """Sample one turn of rows that go on later. The servers have caches of their own."""
+        """Sample one turn of rows that continue later. The servers have their own caches."""
         return self(prompts, sampling, 1, seed, addresses)
 
     def _begin(
@@ -121,13 +124,13 @@ class ServerSampler(Sampler):
     ) -> Callable[[], Rollout]:  # fmt: skip
         """Begin a rollout with the weights as they are now and return a function that waits for it.
 
-        The first process asks the servers for the prompts of all, so that one client brings them the weights.
+        The first process sends the prompts of all processes, so that one client syncs the weights.
         """
         ids = checked_prompts(self.policy, prompts, sampling) if len(prompts) else []
         everyones = self.world.gathered((ids, list(addresses or range(len(ids)))))
         weights, start, pending = self._publish(), time.perf_counter(), None
         ends = list(dict.fromkeys((*self.policy.eos_ids, *sampling.stop_ids)))
-        # servers refuse several greedy completions of a prompt, which are all the same
+        # servers refuse several greedy completions of a prompt, which would be equal
         num_asked, num_copies = (1, num_samples) if sampling.greedy else (num_samples, 1)
         if self.world.is_first:
             requests = [
@@ -152,7 +155,12 @@ class ServerSampler(Sampler):
         return finish
 
     def _take(self, pending: Pending | None, counts: Sequence[int]) -> list[Completion]:
-        """Return this process's share, `counts` each, of what the first gets from the servers; its error is everybody's."""
+        """Return this process's share of the completions, which the first process received.
+
+        An error of the first process is raised in all processes.
+
+        counts   the number of completions of each process
+        """
         found: Any = None
         if pending is not None:
             try:
@@ -167,15 +175,15 @@ class ServerSampler(Sampler):
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Nothing is gathered here but for a sync."""
+        """Return an empty context: weights are gathered only for a sync."""
         yield
 
     def _publish(self) -> Weights:
-        """Write the weights under a new name, if they are not those of the last time."""
+        """Write the weights under a new name if they have changed since the last time."""
         probe, updates, before = self._probe(), self._updates(), self.weights
         logps = self._logps(probe)
         known = before is not None and updates == self._published and logps.equal(before.logps)
-        if before is not None and self.world.gathered(known)[0]:  # the first decides, since all have to do the same
+        if before is not None and self.world.gathered(known)[0]:  # the first decides, since all must do the same
             return before
         self._number += 1
         name = f"strop-{self._run}-{self._number}"
@@ -198,7 +206,7 @@ class ServerSampler(Sampler):
         return self.weights
 
     def _probe(self) -> list[int]:
-        """Tokens that no text has: their log-probs are far from 0, where a change of the weights shows."""
+        """Return random tokens. Their log-probs are far from 0, so a change of the weights shows."""
         longest = self.policy.max_length
         length = PROBE_LENGTH if longest is None else min(PROBE_LENGTH, longest - 1)
         return random.Random(0).choices(range(self.policy.vocab_size or 1), k=length)
@@ -211,7 +219,7 @@ class ServerSampler(Sampler):
 
 
 def make_sampler(trainer: Any, config: ServerConfig, records_routing: bool = False) -> Sampler:
-    """Return who samples for a trainer: this process, or the servers its config names."""
+    """Return the sampler of a trainer: this process, or the servers in its config."""
     if not config.urls:
         return Sampler(trainer.policy, records_routing)
     assert not records_routing

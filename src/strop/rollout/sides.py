@@ -1,7 +1,9 @@
-"""Rollouts of models whose numbers depend on the longest row of a call: no call has rows of two sides (`models/trial.py`).
+"""Rollouts of models whose numbers depend on the longest row of a call. No call mixes rows of two sides
+(`models/trial.py`).
 
-A row that reaches a boundary goes on beyond it with all of its tokens read again, as transformers' `generate` does for
-Phi-3. The token at which a cache would be of the side before is drawn from a forward of the whole row.
+A row that reaches a boundary continues beyond it after all of its tokens are read again, as in transformers' `generate`
+for Phi-3. The token at the boundary, where a cache would be of the previous side, is drawn from a forward of the whole
+row.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ Complete = Callable[..., tuple[list[torch.Tensor], ...]]
 
 
 def stays(sides: Sides, prompts: list[torch.Tensor], new_tokens: int) -> bool:
-    """Whether all rows are before the first boundary, from their first token to the last."""
+    """Return whether all rows stay before the first boundary, from their first token to the last."""
     return all((steps := sides.steps(len(prompt))) is None or new_tokens <= steps for prompt in prompts) and (
         len({sides.side(len(prompt)) for prompt in prompts} | {sides.side(1)}) == 1
     )
@@ -33,7 +35,7 @@ def complete(
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Completions and their log-probs, in parts between boundaries; `with_cache` and `plain.complete` draw the parts."""
+    """Return completions and log-probs, drawn by `with_cache` and `plain.complete` in parts between boundaries."""
     assert policy.sides is not None
     T = sampling.max_new_tokens
     rows = [prompt for prompt in prompts for _ in range(num_samples)]

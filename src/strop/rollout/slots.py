@@ -6,15 +6,15 @@ moving a key.
 
     | prompt 0 | prompt 1, longer | … | row 0: max_new_tokens | row 1: max_new_tokens | …
 
-The last token of a prompt is not among the prompt's: it is the first token a row decodes, so that reading the prompts
-needs no logits and every token is drawn by the same step.
+The last token of a prompt is not in the prompt's slots: it is the first token a row decodes. Reading the prompts
+therefore needs no logits, and every token is drawn by the same step.
 
-Layers of linear attention, Mamba and short convolutions have states in place of keys and values: of the same size however
-long the row is, and not to be shared, so that every sample of a prompt begins with a copy of the prompt's. transformers'
-layers read and write their states through the cache; ours hands them those of the pass's rows.
+Layers of linear attention, Mamba and short convolutions have states instead of keys and values. A state has a fixed
+size and cannot be shared, so every sample of a prompt begins with a copy of the prompt's state. transformers' layers
+read and write their states through the cache; ours passes them the states of the pass's rows.
 
-Seen: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots; C channels
-of a convolution.
+Shapes: N rows of a step, P prompts read together, T tokens, H query heads, K key heads, D head dimension, S slots; C
+channels of a convolution.
 """
 
 import functools
@@ -40,7 +40,10 @@ Key = tuple[str, int, int]  # "conv" or "recurrent", the layer, and the number o
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot holds: `num_heads` of keys, with `per_head` query heads each. head_dim: of a key or a value, the larger"""
+    """The contents of one slot: num_heads keys and values, with per_head query heads each.
+
+    head_dim   the larger of a key's and a value's size
+    """
 
     num_layers: int
     num_heads: int
@@ -55,12 +58,12 @@ class CacheShape:
 
 @dataclass
 class States:
-    """The states of the rows of a pass, [N, ..] each; a layer whose state is not here begins with one of zeros."""
+    """The states of the rows of a pass, [N, ..] each. A layer without an entry begins with zeros."""
 
     by_key: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def convolve(self, key: Key, new_NCT: torch.Tensor, width: int) -> torch.Tensor:
-        """Keep the last inputs of a convolution; return those before and the new ones."""
+        """Store the last inputs of a convolution; return the previous ones followed by the new ones."""
         before_NCW = self.by_key.get(key)
         if before_NCW is None:
             before_NCW = self.by_key[key] = new_NCT.new_zeros(*new_NCT.shape[:-1], width)
@@ -69,26 +72,26 @@ class States:
         return inputs
 
     def replace(self, key: Key, new: torch.Tensor) -> torch.Tensor:
-        """Keep a recurrent state, in the memory of the one before."""
+        """Store a recurrent state, in the memory of the previous one."""
         before = self.by_key.setdefault(key, new)
         return before if before is new else before.copy_(new)
 
     def empty(self, num_rows: int) -> dict[Key, torch.Tensor]:
-        """Return states of zeros for so many rows."""
+        """Return states of zeros for num_rows rows."""
         return {key: one.new_zeros(num_rows, *one.shape[1:]) for key, one in self.by_key.items()}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one row's."""
+        """The bytes of one row's states."""
         return sum(one[0].nbytes for one in self.by_key.values())
 
 
 @dataclass
 class Rows:
-    """Where the rows of a decode step stand; tensors on the device, [N] each.
+    """The rows of a decode step; tensors on the device, [N] each.
 
-    token          read next              row        whose completion it is: its row in the outputs
-    finished       1 after its end        step       tokens it has decoded
+    token          next token to read     row        the row's index in the outputs
+    finished       1 after its end        step       number of tokens it has decoded
     prefix_start, prefix_length, suffix_start   its slots
     states         [N, ..] each
     """
@@ -106,7 +109,7 @@ class Rows:
 
     @classmethod
     def empty(cls, size: int, device: torch.device, states: States | None = None) -> "Rows":
-        """states: of one row, for the shapes"""
+        """Return `size` rows of zeros. states: those of one row, for the shapes."""
 
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -122,11 +125,11 @@ class Rows:
         return len(self.token_N)
 
     def first(self, size: int) -> "Rows":
-        """The first so many, in the same memory."""
+        """Return the first `size` rows, in the same memory."""
         return self._part(slice(size))
 
     def after(self, size: int) -> "Rows":
-        """Those behind the first so many, in the same memory."""
+        """Return the rows after the first `size`, in the same memory."""
         return self._part(slice(size, None))
 
     def _part(self, which: slice) -> "Rows":
@@ -134,15 +137,16 @@ class Rows:
         return Rows(**columns, states={key: one[which] for key, one in self.states.items()})
 
     def keep(self, indices_M: torch.Tensor) -> None:
-        """These rows come to the front, in this order."""
+        """Move these rows to the front, in this order."""
         for column in (*(getattr(self, name) for name in self.PER_ROW), *self.states.values()):
             column[: len(indices_M)] = column[indices_M]
 
 
 @dataclass
 class Seen(Pass):
-    """Attention of whole rows that keeps nothing but what it saw: of each layer shape and dtype of the keys, the rule, and
-    queries, keys and values."""
+    """Attention of whole rows that records its inputs: for each layer shape and dtype of the keys, the rule, and
+    queries, keys and values.
+    """
 
     shapes: dict[int, tuple[int, int, int, torch.dtype]] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
@@ -156,7 +160,7 @@ class Seen(Pass):
 
 
 def in_slots(size: int, *states: torch.Tensor) -> list[torch.Tensor]:
-    """Return queries, keys and values as large as a slot: zeros behind them change no score and no other output."""
+    """Return queries, keys and values padded to the size of a slot. The zeros change no score and no other output."""
     return [one if one.shape[-1] == size else pad(one, (0, size - one.shape[-1])) for one in states]
 
 
@@ -164,8 +168,8 @@ def in_slots(size: int, *states: torch.Tensor) -> list[torch.Tensor]:
 class Prefill(Pass):
     """Prompts, right-padded, read into their slots.
 
-    tokens_M, slots_M   which of the P·T tokens are none of the padding, and where they go
-    cu_seqlens          where rows begin and end, for the kernel that needs no time for plans of every new shape
+    tokens_M, slots_M   indices of the real tokens among the P·T tokens, and their slots
+    cu_seqlens          row boundaries, for the kernel that needs no planning time for each new shape
     """
 
     kv: torch.Tensor
@@ -186,7 +190,7 @@ class Prefill(Pass):
 
 @dataclass
 class Decode(Pass):
-    """One token of every row, in torch: the reference of the kernel.
+    """A pass that reads one token of every row, in torch: the reference of the kernel.
 
     longest   the most tokens of a row so far, the new one included
     """
@@ -210,7 +214,11 @@ class Decode(Pass):
 
     @functools.cached_property
     def _slots(self) -> tuple[torch.Tensor, ...]:
-        """The same for all layers: where the new token goes, tokens of a row, each row's last, their slots, which it has."""
+        """The indices that all layers share.
+
+        Slot of the new token, positions, position of each row's last token, slots of all positions, and which positions
+        exist.
+        """
         rows = self.rows
         i_T, prefix_N1 = torch.arange(self.longest, device=rows.token_N.device), rows.prefix_length_N[:, None]
         slots_NT = i_T + torch.where(
@@ -218,12 +226,14 @@ class Decode(Pass):
         )
         position_N1 = prefix_N1 + rows.step_N[:, None]
         mask_NT = i_T <= position_N1
-        # the first slot in place of one that is not written yet and may hold NaN, of which 0 times is NaN
+        # an unwritten slot may hold NaN, and 0·NaN is NaN: read the first slot instead
         return (rows.suffix_start_N + rows.step_N).long(), i_T, position_N1, slots_NT.masked_fill_(~mask_NT, 0), mask_NT
 
 
 def slot_cache() -> object:
-    """Return what a model takes for its cache: keys and values go on to `attention`, states are those of the pass."""
+    """Return a transformers cache that passes keys and values on to `attention`, and gives layers the states of the
+    pass.
+    """
     from transformers import Cache
 
     class SlotCache(Cache):
@@ -239,7 +249,7 @@ def slot_cache() -> object:
             return 0
 
         def get_seq_length(self, layer_idx: int | None = None, **kwargs: object) -> int:
-            if layer_idx is not None:  # as Llama 4, whose scale depends on it, but only thousands of tokens later
+            if layer_idx is not None:  # as in Llama 4, whose scale depends on it, but only after thousands of tokens
                 raise Unsupported("its attention asks the cache for its length")
             return 0  # positions are always given
 

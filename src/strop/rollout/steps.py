@@ -1,8 +1,8 @@
-"""The two ways through a model's layers, `(ids, positions) → logits`; attention is the current pass's in both.
+"""The two implementations of a model's layers, `(ids, positions) → logits`; both use the attention of the current pass.
 
 `FusedLayers`: decoder layers of the common kind (RMSNorm, rotary attention with or without bias and norms of q and k,
-gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and one between two (kernels.py) or, on
-a CPU, by torch. `OwnLayers`: transformers' modules, for every other model.
+gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and four kernels between them (kernels.py),
+on a CPU torch. `OwnLayers`: transformers' modules, for every other model.
 
 Shapes: P rows of T tokens, N = P·T; H hidden, Q query heads, K key heads, D head dimension, V vocabulary.
 """
@@ -40,7 +40,7 @@ Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of B�
 
 
 def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What the layers give for these ids and positions, attending as this pass does."""
+    """Return the layers' output for these ids and positions, with the attention of this pass."""
     pass_.places = layers.places
     with current(pass_):
         return layers(*given, **options)
@@ -52,20 +52,20 @@ class OwnLayers:
     def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
-        self.rules: dict[int, Rule] | None = None  # of attention, once the layers have shown them
-        self.places: dict[int, int] | None = None  # of the layers with keys, where not all have some
+        self.rules: dict[int, Rule] | None = None  # attention rules, once the layers have been seen
+        self.places: dict[int, int] | None = None  # cache index of each layer with keys, if some have none
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
         self._compiled: Any = torch.compile(self._forward) if compiled else None
 
     def refresh(self, num_positions: int) -> None:
-        if self.copies is None:  # not before they are needed: most models have fused layers
+        if self.copies is None:  # only when they are needed: most models have fused layers
             self.copies = converted(self.model, self.autocast)
         self.copies.refresh()
 
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """[P, V] of the last column."""
+        """Return [P, V], the logits of the last column."""
         forward = self._compiled if self._compiled is not None and with_logits else self._forward
         return forward(ids_PT, positions_PT)[:, -1]
 
@@ -76,9 +76,9 @@ class OwnLayers:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """The model as it is called here: attention by slots, 16-bit matrices, no compiled forward, no gradient.
+        """Prepare the model for calls: attention by slots, 16-bit matrices, no compiled forward, no gradient.
 
-        Autocast must not remember a converted weight: a graph would go on with it when the weight has changed.
+        Autocast must not cache converted weights: a graph would use the old ones after a weight has changed.
         """
         compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
@@ -97,7 +97,7 @@ class OwnLayers:
 class DecodeLayer:
     attention_norm: RMSNorm
     qkv: Product
-    head_norms: tuple[RMSNorm, ...] | None  # of q and of k
+    head_norms: tuple[RMSNorm, ...] | None  # norms of q and of k
     rule: Rule
     out: Product
     mlp_norm: RMSNorm
@@ -106,12 +106,18 @@ class DecodeLayer:
 
 
 class FusedLayers:
-    """A decoder of such layers, over joined weights. Unsupported, with the reason, where the model is another kind."""
+    """A decoder of layers of the common kind, over joined weights.
+
+    Raises `Unsupported`, with the reason, for other models.
+    """
 
     places = None  # every layer has keys
 
     def __init__(self, model: object, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
-        """table: where the kernels read that the rotation is; without a GPU torch computes all"""
+        """Join the weights.
+
+        table: the kernels read the rotation's address from it; without a GPU torch computes everything.
+        """
         decoder, head = _parts(model)
         self.dtype, self.num_heads, self.head_dim = shape.dtype, shape.num_heads, shape.head_dim
         self.copies, self.table = Copies(), table
@@ -132,7 +138,7 @@ class FusedLayers:
         )
 
     def refresh(self, num_positions: int) -> None:
-        """Weights as they are now, and the rotation of so many positions, by the model's own module."""
+        """Copy the present weights, and compute the rotation of num_positions positions by the model's own module."""
         self.copies.refresh()
         device, residual = self.embed.weight.device, self.embed.weight.dtype
         positions_1T = torch.arange(num_positions, device=device)[None]
@@ -151,7 +157,7 @@ class FusedLayers:
             yield
 
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """[P, V] of the last column."""
+        """Return [P, V], the logits of the last column."""
         P, T = ids_PT.shape
         x_NH: Any = self.embed(ids_PT).flatten(0, 1)
         update_NH: Any = None
@@ -169,7 +175,7 @@ class FusedLayers:
         return linear(self._add_norm(x_NH, update_NH, self.norm)[1], *self.head)
 
     def launches(self) -> list[Callable[[], object]]:
-        """One of each kernel between the products, on a row of its own."""
+        """Return one launch of each kernel between the products, on data of its own."""
         layer, weight = self.layers[0], self.embed.weight
         x_NH, gate_up_NF = (weight.new_zeros(1, size) for size in (weight.shape[1], len(layer.gate_up[0])))
         qkv_NED = torch.zeros(1, len(layer.qkv[0]), dtype=self.dtype, device=weight.device).unflatten(
@@ -187,7 +193,7 @@ class FusedLayers:
     def _add_norm(
         self, x_NH: torch.Tensor, update_NH: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + update, and its norm. The kernel writes the sum over x."""
+        """Return x + update and its norm. The kernel writes the sum to x."""
         if self.kernels:
             return x_NH, self.kernels.add_norm(x_NH, update_NH, norm, self.dtype)
         if update_NH is not None:
@@ -209,14 +215,14 @@ class FusedLayers:
         return pass_.attend(*qkv, index, layer.rule)
 
     def _rotation_at(self, positions_N: torch.Tensor) -> Rotation:
-        """[N, 1, D] each: cos and sin at these positions."""
+        """Return cos and sin at these positions, [N, 1, D] each."""
         cos_N1D, sin_N1D = self.rotation_TCD[positions_N].to(self.embed.weight.dtype).split(1, 1)
         return cos_N1D, sin_N1D
 
     def _rotate(
         self, qkv_NED: torch.Tensor, positions_N: torch.Tensor, rotation: Rotation | None, layer: DecodeLayer
     ) -> None:
-        """Norms, where the model has them, and rotation of queries and keys, in place; by the kernels or by `rotation`."""
+        """Norm (if the model does) and rotate queries and keys in place; by the kernels, else with `rotation`."""
         K, D = self.num_heads, self.head_dim
         if self.kernels:
             return self.kernels.rotate(qkv_NED, positions_N, self.table, K, layer.head_norms, self.rounds)
@@ -232,7 +238,7 @@ class FusedLayers:
 
     @property
     def rounds(self) -> bool:
-        """Whether the model rounds to 16 bits between operations; under autocast it does not."""
+        """True if the model rounds to 16 bits between operations. Under autocast it does not."""
         return self.embed.weight.dtype == self.dtype and self.dtype.itemsize == 2
 
     def _gated(self, gate_up_NF: torch.Tensor) -> torch.Tensor:
@@ -243,13 +249,13 @@ class FusedLayers:
 
 
 def heads(qkv_NE: torch.Tensor, K: int, D: int, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
+    """Return views of queries [P, Q, T, D], keys and values [P, K, T, D]."""
     heads_PETD = qkv_NE.view(-1, num_tokens, qkv_NE.shape[1] // D, D).transpose(1, 2)
     return heads_PETD[:, : -2 * K], heads_PETD[:, -2 * K : -K], heads_PETD[:, -K:]
 
 
 def _kernels() -> ModuleType:
-    from strop.rollout import launch  # Triton, which is there with a GPU
+    from strop.rollout import launch  # needs Triton, which comes with a GPU
 
     return launch
 
@@ -259,7 +265,7 @@ def rms_norm_(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     return rms_norm(x, weight.shape, weight.to(x.dtype), norm.eps)
 
 
-# ---- whether a model is of this kind: its parts here, its numbers in checks.py ----
+# ---- is a model of this kind? Its parts are checked here, its numbers in checks.py ----
 
 
 def _parts(model: object) -> tuple[Any, nn.Linear]:
@@ -281,23 +287,26 @@ def _parts(model: object) -> tuple[Any, nn.Linear]:
     return decoder, head
 
 
-# ---- weights that are not the model's own: in 16 bits, several as one, adapters added; its parameters are never changed ----
+# ---- converted copies of weights: 16-bit, joined, or with adapters added; the model's parameters never change ----
 
 
 class Copies:
-    """Copies of parameters, each in a place of its own or a part of a larger one."""
+    """Copies of parameters, each in its own memory or in a part of a larger copy."""
 
     def __init__(self) -> None:
         self.places: list[tuple[Json, str]] = []
         self.copies: list[torch.Tensor] = []
-        self.adapted: list[tuple[torch.Tensor, Any]] = []  # of the copies, and the LoRA layer whose product they get
+        self.adapted: list[tuple[torch.Tensor, Any]] = []  # copies, and the LoRA layers whose product is added to them
 
     def add(self, module: nn.Module, name: str, copy: torch.Tensor) -> None:
         self.places.append((module._parameters, name))
         self.copies.append(copy)
 
     def joined(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of linear layers as one; in place where there is nothing to convert, join or add."""
+        """Return weight and bias of linear layers as one.
+
+        Nothing is copied if there is nothing to convert, join or add.
+        """
         linears = [_linear(layer) for layer in layers]
         adapted = [layer for layer, plain in zip(layers, linears, strict=True) if layer is not plain]
         if any((one.bias is None) != (linears[0].bias is None) for one in linears):
@@ -320,11 +329,14 @@ class Copies:
 
     @property
     def originals(self) -> list[torch.Tensor]:
-        """Asked for each time: a parameter may be another object over the same memory by now."""
+        """The parameters now.
+
+        They are looked up each time, since a parameter may have become another object over the same memory.
+        """
         return [owner[name] for owner, name in self.places]
 
     def refresh(self) -> None:
-        """Outside of `in_place`."""
+        """Copy the present weights. Not allowed inside `in_place`."""
         if self.copies:
             torch._foreach_copy_(self.copies, [param.detach() for param in self.originals])
         for copy, layer in self.adapted:
@@ -335,7 +347,7 @@ class Copies:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model computes with the copies."""
+        """Replace the parameters by the copies inside this context."""
         originals = self.originals
         for (owner, name), copy in zip(self.places, self.copies, strict=True):
             owner[name] = copy
@@ -347,7 +359,7 @@ class Copies:
 
 
 def converted(model: Any, dtype: torch.dtype | None) -> Copies:
-    """16-bit copies of what autocast would convert in every step: the parameters of linear layers and of experts."""
+    """Return 16-bit copies of the parameters that autocast would convert in every step: linear layers and experts."""
     copies = Copies()
     if dtype is not None:
         for module in model.modules():
@@ -367,7 +379,7 @@ def _is_converted(module: object, param: torch.Tensor) -> bool:
 
 
 def _linear(layer: Any) -> nn.Linear:
-    """The linear layer, or that beneath plain LoRA adapters."""
+    """Return the linear layer, or the one beneath plain LoRA adapters."""
     if type(layer) is nn.Linear:
         if not is_plain(layer.weight):
             raise Unsupported(f"a weight of its layers is a {type(layer.weight).__name__}")
@@ -390,7 +402,7 @@ def _adapters(layer: Any) -> Iterator[Adapter]:
             yield layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach(), layer.scaling[name]
 
 
-# ---- when they are the same ----
+# ---- when an engine stays valid ----
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -398,11 +410,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def signature(model: nn.Module, sides: Sides | None = None) -> Any:
-    """Changes when an engine made before cannot be used any more: weights or buffers elsewhere, other adapters or another
-    scaling of theirs, which a graph has as a number, other autocast, hooks.
+    """Return a value that changes when an engine is no longer valid.
+
+    It covers addresses of weights and buffers, adapters and their scaling (a constant in a graph), autocast, and hooks.
     """
     adapters, altered, tensors, devices = [], [], [], set()
-    renewed = set() if sides is None else {id(one.module) for one in sides.rotations}  # buffers, in every forward
+    renewed = set() if sides is None else {id(one.module) for one in sides.rotations}  # renewed in every forward
     module: Any
     for index, module in enumerate(model.modules()):
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters"):
@@ -415,12 +428,12 @@ def signature(model: nn.Module, sides: Sides | None = None) -> Any:
             if one is not None:
                 tensors.append((one.data_ptr(), one.dtype, one.shape))
                 devices.add(one.device)
-    kinds = sorted({device.type for device in devices} - {"meta"})  # of which torch knows no autocast
+    kinds = sorted({device.type for device in devices} - {"meta"})  # torch has no autocast for meta
     return [autocast_dtype(torch.device(kind)) for kind in kinds], adapters, altered, tensors
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Whether calling it is more than its class's forward."""
+    """Return whether a call of the module does more than its class's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 

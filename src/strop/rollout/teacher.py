@@ -1,4 +1,4 @@
-"""A teacher that a server has, a stock vLLM or `strop serve`: log-probs of tokens that are given, its `prompt_logprobs`."""
+"""A teacher on a server, a stock vLLM or `strop serve`: log-probs of given tokens, from `prompt_logprobs`."""
 
 import concurrent.futures
 import itertools
@@ -19,7 +19,7 @@ class ServedTeacher:
         self.server, self.config = Server(url, config), config
 
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
-        """Return [n], the log-probs of the loss tokens. A server that fails is asked again until it is given up."""
+        """Return [n], the log-probs of the loss tokens. A failing server is asked again until it is given up."""
         assert temperature == 1, "servers give log-probs at temperature 1"
         sequences = [ids.tolist() for ids in batch.ids_N.split(batch.lengths)]
         with concurrent.futures.ThreadPoolExecutor(min(len(sequences), self.config.server_requests)) as threads:
@@ -28,7 +28,7 @@ class ServedTeacher:
         return on_device(logps_N, batch.device).index_select(0, batch.places_n + 1)
 
     def _asked(self, ids: list[int], num_loss_tokens: int) -> list[float]:
-        """Return a number for every token, 0 for the first. A sequence without loss tokens is not sent."""
+        """Return a log-prob for every token, 0 for the first. A sequence without loss tokens is not sent."""
         if not num_loss_tokens:
             return [0.0] * len(ids)
         start, wait = time.monotonic(), 0.1

@@ -1,7 +1,7 @@
-"""Rollouts by transformers' generate, for models our own engine cannot run: the one place where prompts are padded on the left.
+"""Rollouts by transformers' generate, for models our own engine cannot run. Only here are prompts padded on the left.
 
-Nothing but `Sampling` shapes the distribution: the model's own generation_config (a repetition penalty, a top-k of 20 …)
-is put aside, because log-probs of a distribution the policy does not have are no use to an algorithm.
+Only `Sampling` shapes the distribution. The model's own generation_config (a repetition penalty, a top-k of 20 …) is
+not used, because algorithms need log-probs of the policy's own distribution.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -31,7 +31,7 @@ def complete(
         eos_token_id=list(eos_ids) or None,
         pad_token_id=policy.pad_id,
         use_cache=True,
-        do_sample=False,  # `Draws` leaves it no choice
+        do_sample=False,  # `Draws` leaves one token to choose
     )
     draws = Draws(sampling, uniforms_BT)
     with as_generator(policy):
@@ -56,7 +56,7 @@ def complete_by_length(
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """`complete` without padding, for models whose numbers it changes: prompts of one length together."""
+    """Complete prompts of equal length together, without padding, for models that padding changes."""
     by_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(index)
@@ -71,9 +71,9 @@ def complete_by_length(
 
 
 class Draws:
-    """A logits processor that draws each row's token by its own random number, and leaves generate only that one.
+    """A logits processor that draws each row's token with the row's own random number and masks all other tokens.
 
-    logps   [B] of every step; they mean nothing behind a row's EOS
+    logps   [B] of every step; they have no meaning after a row's EOS
     """
 
     def __init__(self, sampling: Sampling, uniforms_BT: torch.Tensor):
@@ -88,7 +88,7 @@ class Draws:
 
 
 def left_padded(prompts: list[torch.Tensor], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids_BT and the mask of what is no padding."""
+    """Return ids_BT and the mask of the real tokens."""
     longest = max(map(len, prompts))
     ids_BT = torch.stack([torch.nn.functional.pad(p, (longest - len(p), 0), value=pad_id) for p in prompts])
     lengths_B = torch.tensor([len(p) for p in prompts])
@@ -97,7 +97,7 @@ def left_padded(prompts: list[torch.Tensor], pad_id: int) -> tuple[torch.Tensor,
 
 @contextlib.contextmanager
 def as_generator(policy: Policy) -> Iterator[None]:
-    """The model with a blank generation_config, and not compiled: a compiled forward would be compiled for every length."""
+    """Blank the model's generation_config, and its compiled forward, which would be compiled for every length."""
     from transformers import GenerationConfig
 
     inner = base_model(unwrapped(policy.model))

@@ -1,10 +1,10 @@
-"""Verifiable tasks that need no download: seeded problems, splits without overlap, exact rewards, a tokenizer to match.
+"""Verifiable tasks that need no download: seeded problems, splits without overlap, exact rewards, matching tokenizers.
 
     task = strop.tasks.get("sorting", length=5)
     train, test = task.rows("train", 1000, seed=0), task.rows("test", 200, seed=0)
     GRPO(model=model, tokenizer=task.tokenizer, reward_fn=task.reward, max_new_tokens=task.max_new_tokens).train(train)
 
-NumPy only. `get("reasoning_gym:NAME")` is a dataset of the package reasoning-gym, an extra, in the same clothes.
+They need only NumPy. `get("reasoning_gym:NAME")` is a dataset of the optional package reasoning-gym as a task.
 """
 
 from dataclasses import fields
@@ -29,7 +29,7 @@ def available_tasks() -> list[str]:
 
 
 def get(name: str, **options: Any) -> Any:
-    """Return the task of this name; options are its fields, such as digits=3 for addition.
+    """Return the task with this name; options are its fields, such as digits=3 for addition.
 
     "reasoning_gym:leg_counting" is reasoning-gym's dataset of that name.
     """

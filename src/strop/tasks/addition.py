@@ -13,9 +13,9 @@ DIGITS = "0123456789"
 
 @dataclass(frozen=True)
 class Addition(Task):
-    """Two numbers of at most `digits` digits. a+b and b+a are in the same split.
+    """The sum of two numbers of at most `digits` digits. a+b and b+a are in the same split.
 
-    form   how a problem is written, with {a} and {b}: "{a} + {b} =" for models that have read it so most often
+    form   the prompt, with {a} and {b}; "{a} + {b} =" suits models that were pretrained mostly on this form
     """
 
     name: ClassVar[str] = "addition"

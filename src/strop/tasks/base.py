@@ -1,4 +1,4 @@
-"""What every task shares: seeded rows, a split that holds whatever the seed, an exact reward."""
+"""The base class of tasks: seeded rows, a train/test split that does not depend on the seed, an exact reward."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -15,11 +15,11 @@ from strop.tasks.tokenizer import CharTokenizer
 SPLITS = ("train", "test")
 TEST_SHARE = 10  # one problem in ten is held out
 DEFAULT_ROWS = 1000
-PATIENCE = 100  # draws without a new problem, per problem found, after which there are no more
+PATIENCE = 100  # stop after this many draws without a new problem, times the number of problems found
 
 
 class Problem(NamedTuple):
-    """`key` is what decides the split: problems of one key are the same problem in other words (2+3 and 3+2)."""
+    """A prompt and its answer. `key` decides the split; equivalent problems (2+3 and 3+2) have the same key."""
 
     prompt: str
     answer: str
@@ -28,10 +28,9 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A family of problems with one right answer each; the fields of a subclass set how hard they are.
+    """A family of problems with one right answer each; the fields of a subclass set the difficulty.
 
-    The hash of a problem's key decides its split, so train and test never overlap, whatever seeds and sizes they are drawn
-    with.
+    The hash of a problem's key decides its split, so train and test never overlap, whatever the seeds and sizes.
     """
 
     name: ClassVar[str]
@@ -39,20 +38,20 @@ class Task(ABC):
     @property
     @abstractmethod
     def alphabet(self) -> str:
-        """Every character of its prompts and answers."""
+        """All characters of the task's prompts and answers."""
 
     @abstractmethod
     def problem(self, rng: np.random.Generator) -> Problem:
-        """One problem of either split."""
+        """Return a random problem, of either split."""
 
     @property
     @abstractmethod
     def longest_answer(self) -> int:
-        """In characters."""
+        """The length of the longest answer in characters."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Room for the longest answer and its EOS."""
+        """The number of tokens of the longest answer and its EOS."""
         return self.longest_answer + 1
 
     @cached_property
@@ -60,9 +59,9 @@ class Task(ABC):
         return CharTokenizer(self.alphabet)
 
     def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[dict[str, str]]:
-        """`limit` different problems of a split: {"prompt", "answer", "completion"}, the last two alike.
+        """Return `limit` different problems of a split, as {"prompt", "answer", "completion"}; the last two are equal.
 
-        limit   None: 1000, or all that are found where there are fewer
+        limit   None is 1000, or all problems if there are fewer
         """
         check_choice(split, "split", SPLITS)
         wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)
@@ -80,7 +79,7 @@ class Task(ABC):
         return [{"prompt": prompt, "answer": answer, "completion": answer} for prompt, answer in found.items()]
 
     def reward(self, completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-        """1 for the answer and nothing else (spaces around it do not count), 0 for everything else."""
+        """Return 1 for each completion that equals its answer (apart from spaces around it), else 0."""
         return exact_match(completions, answer)
 
 
@@ -96,7 +95,7 @@ def exact_match(completions: Sequence[str], answer: Sequence[str]) -> list[float
 
 
 def _as_text(completion: object) -> str:
-    """A text, or the last message of a conversation."""
+    """Return the completion as text: the text itself, or the last message of a conversation."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
     if not isinstance(completion, str):

@@ -1,4 +1,4 @@
-"""Brackets: "([]{<:" → ">})", what closes the open ones."""
+"""Brackets: "([]{<:" → ">})", the brackets that close the open ones."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from strop._checks import as_count
 from strop.tasks.base import Problem, Task
 
 PAIRS = ("()", "[]", "{}", "<>")
-CLOSE_CHANCE = 0.4  # of closing the innermost bracket in place of opening another
+CLOSE_CHANCE = 0.4  # the probability of closing the innermost bracket instead of opening another
 
 
 @dataclass(frozen=True)

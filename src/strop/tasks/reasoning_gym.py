@@ -1,4 +1,4 @@
-"""The package `reasoning-gym` as tasks: hundreds of generators of problems with verifiable answers, for models of words.
+"""The datasets of the package `reasoning-gym` as tasks: many generators of problems in words, with verifiable answers.
 
 task = strop.tasks.get("reasoning_gym:leg_counting", max_animals=5)
 GRPO(model=model, tokenizer=tokenizer, reward_fn=task.reward).train(task.rows("train", 1000))
@@ -12,13 +12,13 @@ from strop._install import missing
 from strop._types import Json, Row
 from strop.tasks.base import DEFAULT_ROWS, SPLITS, split_of
 
-ROUNDS = 50  # of drawing, each of at least as many problems as are wanted
+ROUNDS = 50  # rounds of drawing; each draws at least as many problems as are wanted
 
 
 class ReasoningGym:
-    """One of reasoning-gym's datasets, with the splits and the call of strop's own tasks; options are its config's.
+    """A dataset of reasoning-gym with the interface of strop's tasks; options are those of the dataset's config.
 
-    The reward is the dataset's own score of an answer, between 0 and 1: some problems have several right answers.
+    The reward is the dataset's own score of an answer, between 0 and 1; some problems have several right answers.
     """
 
     def __init__(self, name: str, **options: object):
@@ -33,11 +33,11 @@ class ReasoningGym:
         self._scorer = self._make(0, 1)
 
     def rows(self, split: str = "train", limit: int | None = None, *, seed: int = 0) -> list[Json]:
-        """Return `limit` different problems: {"prompt", "answer", "completion", "entry"}, entry for the reward.
+        """Return `limit` different problems: {"prompt", "answer", "completion", "entry"}; `reward` needs the entry.
 
-        limit   None: 1000, or all that are found where there are fewer
+        limit   None is 1000, or all problems found if there are fewer
 
-        A problem belongs to the split its text hashes to: train and test never meet, whatever the seeds.
+        The hash of a problem's text decides its split, so train and test never overlap, whatever the seeds.
         """
         check_choice(split, "split", SPLITS)
         wanted = DEFAULT_ROWS if limit is None else as_count(limit, "limit", 1)

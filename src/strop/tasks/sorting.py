@@ -11,7 +11,7 @@ from strop.tasks.base import Problem, Task
 
 @dataclass(frozen=True)
 class Sorting(Task):
-    """`length` digits into ascending order. All orders of the same digits are in one split: no answer is in both."""
+    """The task to sort `length` digits. All orders of the same digits are in one split, so no answer is in both."""
 
     name: ClassVar[str] = "sorting"
     alphabet: ClassVar[str] = "0123456789>"

@@ -1,4 +1,4 @@
-"""A tokenizer of characters, in a file that transformers' AutoTokenizer opens too."""
+"""A character tokenizer whose files transformers' AutoTokenizer can open too."""
 
 import json
 from collections import Counter
@@ -15,9 +15,9 @@ FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class CharTokenizer:
-    """One token per character of `alphabet`, and the tokens <pad> and <eos>, which no text contains.
+    """A tokenizer with one token per character of `alphabet`, and the tokens <pad> and <eos>, which no text contains.
 
-    Has what strop asks of a tokenizer: encode, decode, eos_token_id, pad_token_id; save_pretrained and from_pretrained.
+    It has everything that strop needs: encode, decode, eos_token_id, pad_token_id, save_pretrained, from_pretrained.
     """
 
     pad_token, pad_token_id = PAD, 0
@@ -41,7 +41,7 @@ class CharTokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of the characters; there are no special tokens to add to a text."""
+        """Return the ids of the characters. No special tokens are ever added."""
         try:
             return [self._ids[c] for c in text]
         except KeyError as error:
@@ -52,7 +52,7 @@ class CharTokenizer:
         return {"input_ids": self.encode(text) if isinstance(text, str) else [self.encode(t) for t in text]}
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """The text of ids: a list, an array or a tensor."""
+        """Return the text of these ids: a list, an array or a tensor."""
         return "".join(self._token(int(i), skip_special_tokens) for i in ids)
 
     def batch_decode(self, rows: Any, skip_special_tokens: bool = False) -> list[str]:
@@ -74,7 +74,7 @@ class CharTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "CharTokenizer":
-        """Open what `save_pretrained` wrote, also where transformers opened it and saved it again."""
+        """Return the tokenizer saved by `save_pretrained`, or by transformers after opening such a folder."""
         path = Path(folder) / FILE
         found = cls._from_file(path.read_bytes())
         if found is None:
@@ -83,14 +83,14 @@ class CharTokenizer:
 
     @classmethod
     def from_folder_if_saved(cls, folder: str | Path) -> "CharTokenizer | None":
-        """Return the tokenizer `save_pretrained` wrote into the folder; None if the folder holds another one or none."""
+        """Return the tokenizer that `save_pretrained` wrote to the folder; None if it holds another one or none."""
         path = Path(folder) / FILE
         return cls._from_file(path.read_bytes()) if path.is_file() else None
 
     @classmethod
     def _from_file(cls, data: bytes) -> "CharTokenizer | None":
-        """Return the tokenizer of a tokenizer.json; None for one of another kind, decided by the kind the file declares."""
-        if b'"WordLevel"' not in data:  # files of other kinds hold 100,000 tokens and more: they are not parsed
+        """Return the tokenizer of a tokenizer.json; None if the file declares another kind of tokenizer."""
+        if b'"WordLevel"' not in data:  # do not parse files of other kinds, which may have over 100,000 tokens
             return None
         try:
             content = json.loads(data)
@@ -105,7 +105,7 @@ class CharTokenizer:
         return found if found._to_tokenizers_format() == content else None
 
     def _to_tokenizers_format(self) -> Json:
-        """Return it in the format of the `tokenizers` package: a text is split into characters, each of which is a word."""
+        """Return the tokenizer in the format of the `tokenizers` package: every character is a word."""
         special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         return {
             "version": "1.0",

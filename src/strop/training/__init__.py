@@ -1,1 +1,1 @@
-"""Training whatever the algorithm: trainer, run, optimiser, checkpoints, callbacks, loggers."""
+"""The parts of training that all algorithms share: trainer, run, optimiser, checkpoints, callbacks, loggers."""

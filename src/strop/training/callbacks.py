@@ -1,10 +1,11 @@
-"""Callbacks: what happens beside the training. The events come from `Trainer`, so each works with every algorithm.
+"""Callbacks: actions at events of training. `Trainer` fires the events, so a callback works with every algorithm.
 
-Under torchrun they come in every process, so that all decide alike. Those here show and write in the first one only.
+Under torchrun every process fires them, so that all processes decide alike. The callbacks in this file print and write
+files in the first process only.
 
 on_train_begin(trainer)            train() starts, everything is set up
-on_step_begin(trainer)             before each step, of train() and of train_step() alike
-on_step_end(trainer, metrics)      after it; trainer.state.step counts it already
+on_step_begin(trainer)             before each step, of train() or train_step()
+on_step_end(trainer, metrics)      after each step; trainer.state.step includes it already
 on_evaluate(trainer, metrics)      after an evaluation; the names begin with eval/
 on_save(trainer, path)             after a checkpoint
 on_train_end(trainer, history)     train() ends, also when interrupted
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Does nothing at every event; a subclass overrides what it wants."""
+    """The base class of callbacks: every event does nothing until a subclass overrides it."""
 
     def on_train_begin(self, trainer: "Trainer") -> None: ...
 
@@ -44,25 +45,25 @@ class Callback:
     def on_train_end(self, trainer: "Trainer", history: "History") -> None: ...
 
     def state_dict(self) -> Json:
-        """What a checkpoint keeps of it: plain JSON values."""
+        """Return this callback's state for checkpoints, as plain JSON values."""
         return {}
 
     def load_state_dict(self, state: Json) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
 
 
-# phases of a step in words; forward, backward and update are one to somebody who waits
+# phases of a step as the progress bar shows them; forward, backward and update are all shown as "learning"
 DOING = {"generate": "sampling", "reward": "rewarding", "score": "scoring"}
 
 
 class ProgressBar(Callback):
-    """A bar with what is being done, the main metrics and the remaining time, while train() runs.
+    """A progress bar for train(), with the current phase, the main metrics and the remaining time.
 
-    A notebook gets one line that is updated. Where there is neither (output goes to a file), a line is written for the
-    first step, the last, and in between every `SECONDS` seconds, unless the trainer has a logger, which tells more.
+    A notebook shows one line that is updated. If output goes to a file, a line is written for the first step, for the
+    last, and every `SECONDS` seconds between them, unless the trainer has a logger, which writes more.
 
-    metrics   which are shown; the first three that are there
-    show      True shows the bar everywhere, False shows nothing, None decides as said above
+    metrics   the metrics to show; the first three that exist are shown
+    show      True always shows the bar, False shows nothing, None decides as described above
     """
 
     SECONDS, NOTEBOOK_SECONDS = 10.0, 0.2
@@ -76,11 +77,11 @@ class ProgressBar(Callback):
         self.metrics, self.show = metrics, show
         self._progress: Any = None
         self._task: Any = None
-        self._in_notebook = False  # and shown there
-        self._line: Any = None  # of a notebook
+        self._in_notebook = False  # running in a notebook, and not switched off
+        self._line: Any = None  # the display handle in a notebook
         self._in_file = False
-        self._told = 0.0  # when the last line was written to a file
-        self._ends: deque[float] = deque(maxlen=51)  # when the newest steps ended, and before them when the first began
+        self._told = 0.0  # time of the last line in a notebook or file
+        self._ends: deque[float] = deque(maxlen=51)  # end times of the newest steps, preceded by the start of the first
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._ends.clear()
@@ -145,7 +146,7 @@ class ProgressBar(Callback):
             self._progress = None
 
     def _in_place(self, text: str) -> None:
-        """A notebook's line: one output, however often it changes. Printed with \\r, each change would be saved."""
+        """Update the line in a notebook. It is one output; if printed with \\r, every change would be saved."""
         from IPython.display import display
 
         if self._line is None:
@@ -154,7 +155,7 @@ class ProgressBar(Callback):
             self._line.update({"text/plain": text}, raw=True)
 
     def _remaining(self, num_steps: float) -> str:
-        """The time so many more steps take, if they are as long as the newest were."""
+        """Return the estimated time for this many more steps, from the mean time of the newest steps."""
         ends = list(self._ends)
         if len(ends) < 2:
             return "-:--:--"
@@ -163,28 +164,28 @@ class ProgressBar(Callback):
 
 
 def doing(trainer: "Trainer") -> str:
-    """What the trainer is at just now, in a word."""
+    """Return one word for what the trainer is currently doing."""
     phase = trainer.phases.now
     return trainer.doing or (DOING.get(phase, "learning") if phase else "")
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint in `folder` every so many steps: a file, or where several processes write it a folder.
+    """A callback that writes a checkpoint to `folder` every `every` steps: a file, or a folder with several processes.
 
-    keep   how many of the newest that can be read stay; 0 is all
+    keep   how many of the newest readable checkpoints to keep; 0 keeps all
     """
 
     def __init__(self, folder: str | Path, every: int, keep: int = 2):
         _check_every(every)
         self.folder, self.every, self.keep = Path(folder), every, keep
-        self._whole: dict[Path, tuple[int, ...]] = {}  # checkpoints that are known to be good, by size and time
+        self._whole: dict[Path, tuple[int, ...]] = {}  # checkpoints known to be good: path → `stamp`
 
     def on_step_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.step % self.every == 0:
             self.save(trainer)
 
     def save(self, trainer: "Trainer") -> Path:
-        """Write the checkpoint of the present step, then remove those that are too old."""
+        """Write a checkpoint of the current step, then remove the oldest ones."""
         path = self.folder / f"step-{trainer.state.step:08d}{'' if trainer.world.size > 1 else '.safetensors'}"
         trainer.save(path, base=False)
         if self.keep and trainer.world.is_first:
@@ -192,7 +193,7 @@ class CheckpointCallback(Callback):
         return path
 
     def _prune(self, newest: Path) -> None:
-        """Remove all but the newest `keep` checkpoints that can be read. What cannot be read is left, and not counted."""
+        """Remove all but the newest `keep` readable checkpoints. Unreadable ones are neither removed nor counted."""
         from strop.training.checkpoint import all_in, is_whole, remove, stamp
 
         self._whole = {path: known for path, known in self._whole.items() if stamp(path) == known}
@@ -209,9 +210,10 @@ class CheckpointCallback(Callback):
 
 
 class BestCheckpoint(Callback):
-    """The checkpoint of the best evaluation so far, as best.safetensors in `folder` (of several processes the folder best).
+    """A callback that writes the checkpoint of the best evaluation to `folder`/best.safetensors.
 
-    metric, higher_is_better   as EarlyStopping has them; of evaluations
+    Several processes write a folder `best` instead.
+    metric, higher_is_better   as in EarlyStopping, but only metrics of evaluations
     """
 
     def __init__(self, folder: str | Path, metric: str = "eval/loss", *, higher_is_better: bool | None = None):
@@ -235,7 +237,7 @@ class BestCheckpoint(Callback):
 
 
 def falls(metric: str) -> bool:
-    """Whether a metric is the better the lower it is, by its name."""
+    """Return whether lower values of this metric are better, judging by its name."""
     return metric.rpartition("/")[2] in ("loss", "perplexity", "kl", "truncated_fraction")
 
 
@@ -247,9 +249,10 @@ def metric_of(trainer: "Trainer", metrics: dict[str, float], name: str) -> float
 
 
 class EvaluationCallback(Callback):
-    """Metrics of a dataset every so many steps, as eval/<metric>, to the loggers and to every callback's on_evaluate.
+    """A callback that evaluates a dataset every `every` steps.
 
-    at_start   also before the first step
+    The metrics, named eval/<metric>, go to the loggers and to every callback's on_evaluate.
+    at_start   evaluate also before the first step
     """
 
     def __init__(self, dataset: object, every: int, *, at_start: bool = False):
@@ -271,11 +274,11 @@ class EvaluationCallback(Callback):
         return self._last_step
 
     def evaluate(self, trainer: "Trainer") -> dict[str, float]:
-        """Now, unless this step was evaluated already."""
+        """Evaluate now and return the metrics; {} if this step was evaluated already."""
         if self._last_step == trainer.state.step:
             return {}
         self._last_step = trainer.state.step
-        self.dataset = trainer.prepared(self.dataset, "eval_dataset")  # once: the next time it is found done
+        self.dataset = trainer.prepared(self.dataset, "eval_dataset")  # done once: later calls return it unchanged
         metrics = trainer.evaluate(self.dataset)
         trainer.log(metrics)
         trainer.history.evaluations.append({"step": trainer.state.step, **metrics})
@@ -290,11 +293,11 @@ class EvaluationCallback(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends train() when a metric has stopped improving.
+    """A callback that ends train() when a metric has stopped improving.
 
     metric             a metric of evaluations ("eval/loss") or of steps ("reward/mean")
-    patience           end after so many evaluations (or steps) in a row without an improvement by more than min_delta
-    higher_is_better   None goes by the name: losses and perplexity should fall, everything else rise
+    patience           end after this many evaluations (or steps) in a row without an improvement above min_delta
+    higher_is_better   None decides by the name: loss, perplexity, kl and truncated_fraction should fall, others rise
     """
 
     def __init__(
@@ -339,11 +342,11 @@ class EarlyStopping(Callback):
 
 
 class SampleTable(Callback):
-    """A table of prompts, completions and rewards every so many steps, and at the first and the last.
+    """A callback that shows prompts, completions and rewards every `every` steps, and after the first and last step.
 
-    num_rows   how many at most, spread over the step's prompts; the table on the screen has the first four of them
-    path       also written there, one JSON object per line; with it and show=False only there
-    show       print the table to standard error, above the progress bar; None is on a terminal
+    num_rows   maximum number of samples, spread over the step's prompts; the printed table has the first four
+    path       file to which the samples are also written, one JSON object per line
+    show       print the table to standard error, above the progress bar; None prints it only on a terminal
     """
 
     NUM_SHOWN, MOST_CHARACTERS = 4, 300  # the file has the rest
@@ -380,7 +383,7 @@ class SampleTable(Callback):
         Console(stderr=True).print(table)
 
     def _cell(self, value: object) -> str:
-        """A text as it may stand on a screen: cut where it is long, and nothing in it that steers a terminal."""
+        """Return a value as text for the table: shortened if long, with control characters escaped."""
         text = f"{value:.4g}" if isinstance(value, float) else as_text(value)
         if len(text) > self.MOST_CHARACTERS:
             text = f"{text[: self.MOST_CHARACTERS]}… ({len(text):,} characters)"
@@ -388,7 +391,7 @@ class SampleTable(Callback):
 
 
 def _spread(samples: list[Any], num_rows: int) -> list[Any]:
-    """So many of them at equal distances: those of a prompt are neighbours, and one prompt tells little of a step."""
+    """Return `num_rows` samples at equal distances, so that they come from different prompts."""
     count = min(num_rows, len(samples))
     return [samples[i * len(samples) // count] for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""The model card of a run: final/README.md, as the Hub shows it. What it was made of, what it measured, and how it went."""
+"""The model card of a run, final/README.md, with the model's origin, the evaluations, the curves and the options."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ MOST_BARS = 60
 
 def write_card(trainer: "Trainer", about: Row, run: Path) -> None:
     """Write the card into every folder of the run that holds a model; `about` is its run.json."""
-    for listed in (run / "final").rglob(checksums.FILE):  # which `save_pretrained` puts beside a model
+    for listed in (run / "final").rglob(checksums.FILE):  # `save_pretrained` writes this file beside every model
         is_adapter = (listed.parent / "adapter_config.json").exists()
         text = _card(trainer, about, run.resolve().name, is_adapter)
         (listed.parent / "README.md").write_text(text, encoding="utf-8", errors="replace")
@@ -29,7 +29,7 @@ def _card(trainer: "Trainer", about: Row, title: str, is_adapter: bool) -> str:
     history, name = trainer.history, about["model"].get("name") or ""
     tags = ["strop", trainer.name.lower(), *(["lora"] if is_adapter else [])]
     head = [f"library_name: {'peft' if is_adapter else 'transformers'}", f"tags: [{', '.join(tags)}]"]
-    if "/" in name and not Path(name).exists():  # a name of the Hub
+    if "/" in name and not Path(name).exists():  # the name of a model on the Hub
         head.append(f"base_model: {json.dumps(name)}")
     lines = ["---", *head, "---", "", f"# {title}", "", _made_of(trainer, about), ""]
     evaluations = [entry for entry in history.evaluations if len(entry) > 1]
@@ -58,7 +58,7 @@ def _made_of(trainer: "Trainer", about: Row) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in characters; means of neighbours where there are many values."""
+    """Return a curve as text; with more than MOST_BARS values, each character is the mean of neighbours."""
     if len(values) > MOST_BARS:
         edges = [round(i * len(values) / MOST_BARS) for i in range(MOST_BARS + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
@@ -71,7 +71,7 @@ def _values(steps: Sequence[Row], metric: str) -> list[float]:
 
 
 def _is_number(value: object) -> bool:
-    """A resumed run's file of metrics may hold anything."""
+    """Return whether the value is a number to show; the metrics file of a resumed run may hold anything."""
     return isinstance(value, (int, float)) and abs(value) < 1e300
 
 

@@ -1,14 +1,14 @@
-"""Checkpoints: everything needed to go on, written atomically. No pickle is ever read.
+"""Checkpoints: everything needed to continue a run, written atomically. No pickle is ever read.
 
-One process writes one safetensors file (`checkpoint_file`), several a folder of them (`checkpoint_folder`). Either is
-read by any number of processes.
+One process writes one safetensors file (`checkpoint_file`); several processes write a folder of them
+(`checkpoint_folder`). Any number of processes can read both.
 
 Tensors    model/<parameter>   optim/<parameter>/<key>   ref/<parameter>   rng/…   extra/…   tokenizer/<file> (its bytes)
 Metadata   "strop": JSON with the format, the algorithm, its config, how to rebuild the model, the state, the rest
 
-The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint may come from anywhere: its bytes are
-compared with their checksums, its header with a table (`checkpoint_header`), the models it describes with its tensors
-(`rebuild`), and all of that before anything is changed.
+The extension does not matter: "dpo.pt" is a safetensors file too. A checkpoint is not trusted. Before anything is
+changed, its bytes are checked against the checksums, its header against a schema (`checkpoint_header`), and the models
+it describes against its tensors (`rebuild`).
 """
 
 import functools
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "CheckpointError", "Saved", "load", "read", "remove", "save", "save_pretrained", "write"]
 
 PARTS = ("model", "optim", "ref", "rng", "extra", "tokenizer")
-HOW = ("fused", "foreach", "capturable")  # options of an optimiser that belong to the device it runs on, not to the run
-_sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # of `base_sum`
+HOW = ("fused", "foreach", "capturable")  # optimiser options that depend on the device and are not restored
+_sums: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()  # cache of `base_sum`
 
 
 # ---- saving ----
 
 
 def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, object]], base: bool = True) -> None:
-    """Write the trainer's whole state to `path`, with what the algorithm adds: a file, or of several processes a folder.
+    """Write the trainer's state and the algorithm's `extra` state to a file, or with several processes to a folder.
 
-    base   False leaves out the frozen weights below an adapter, of one process: a checksum says which they are; quantised
-           ones are always left out
+    base   False leaves out the frozen weights below an adapter and stores their checksum. Several processes always
+           write them; one process never writes quantised ones.
     """
     from strop import __version__
 
     world, reference = trainer.world, trainer.reference_model
-    weights = trainer.module.state_dict(keep_vars=True)  # first of all: FSDP then has its shards in place
+    weights = trainer.module.state_dict(keep_vars=True)  # must come first: it makes FSDP put its shards in place
     base = base and trainer.config.quantize is None
     left_out = set() if base or world.size > 1 else base_names(trainer.module)
     tensors = _under("model", {name: tensor for name, tensor in weights.items() if name not in left_out})
@@ -99,7 +99,10 @@ def base_names(model: torch.nn.Module) -> set[str]:
 
 
 def base_sum(model: torch.nn.Module) -> int:
-    """Return a checksum of the frozen weights below the adapter, their names and dtypes; kept until one of them changes."""
+    """Return a checksum of the names, dtypes and values of the frozen weights below the adapter.
+
+    It is cached until one of the weights changes.
+    """
     params: Tensors = {name: model.get_parameter(name) for name in sorted(base_names(model))}
     state = tuple((name, id(param), param._version) for name, param in params.items())
     kept = _sums.get(model)
@@ -111,7 +114,7 @@ def base_sum(model: torch.nn.Module) -> int:
 
 
 def optimizer_state(trainer: "Trainer") -> tuple[Tensors, Json]:
-    """Return tensors by parameter and key; and numbers, and the groups' options, as JSON."""
+    """Return the optimiser's tensors, named <parameter>/<key>, and its numbers and group options as JSON."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     tensors: Tensors = {}
     values: Json = {"params": {}, "groups": []}
@@ -135,11 +138,11 @@ def optimizer_state(trainer: "Trainer") -> tuple[Tensors, Json]:
 
 @dataclass
 class Saved:
-    """A checkpoint that was read and whose header is in order.
+    """A checkpoint that was read and whose header is valid.
 
-    tensors         of a folder the large ones have no memory: `fill` reads them
-    num_processes   that wrote it
-    fill            puts its numbers into tensors of these names, of which this process may have shards
+    tensors         all tensors; the large ones of a folder are on the meta device until `fill` reads them
+    num_processes   number of processes that wrote it
+    fill            fills tensors, given by name, with the saved values; this process may have shards of them
     """
 
     path: Path
@@ -150,7 +153,7 @@ class Saved:
     fill: Callable[[Tensors], None]
 
     def rebuilt(self, model: torch.nn.Module, ref_model: object, tokenizer: Tokenizer | None) -> Json:
-        """Return arguments of the trainer's constructor: what is given, and the rest made from the file."""
+        """Return arguments for the trainer's constructor: the given ones, and the others rebuilt from the file."""
         header, path = self.header, self.path
         if self.config.lora is not None:
             rebuild.check_lora(self.config.lora, self.below("model"), path)
@@ -168,12 +171,12 @@ class Saved:
             model = rebuild.model_from(header["model"], self.below("model"), path, "model", self.config.lora)
         if ref_model is None and "ref" in header and header["ref"]["kind"] != "plain":
             ref_model = rebuild.model_from(header["ref"], self.below("ref"), path, "ref_model")
-        # one process has all weights, whatever shards they were in
+        # without torchrun there is one process, which has all weights
         config = self.config if world().launched else self.config.changed({"shard": "none"})
         return {"model": model, "ref_model": ref_model, "tokenizer": tokenizer, "config": config}
 
     def put(self, trainer: "Trainer") -> None:
-        """Bring the trainer into this state: first every check, then every change."""
+        """Restore the trainer to this state. All checks run before the first change."""
         header, path = self.header, self.path
         if odd := [name for name in self.tensors if name.partition("/")[0] not in PARTS]:
             raise CheckpointError(f"{path} must hold tensors of {', '.join(PARTS)}, found {shown(odd[0])}")
@@ -221,28 +224,28 @@ class Saved:
         for callback, state in callbacks:
             _take(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
         set_rng(rng, header["rng"])
-        if trainer.world.rank >= self.num_processes:  # this process had no generator yet
+        if trainer.world.rank >= self.num_processes:  # no process of this rank saved its generator
             torch.manual_seed(trainer.seed_of(trainer.run.state.step, "process", trainer.world.rank))
 
     def below(self, prefix: str) -> Tensors:
-        """Return the tensors of one part, by their names in it."""
+        """Return the tensors whose names begin with `prefix`/, by the rest of their names."""
         return {name.removeprefix(prefix + "/"): t for name, t in self.tensors.items() if name.startswith(prefix + "/")}
 
 
 def load(path: str | Path, cls: type["Trainer"]) -> Saved:
-    """Return a checkpoint of this class of trainer."""
+    """Return the checkpoint at `path`, which must be one of this class of trainer."""
     return _of_class(cls, Path(path), *_contents(Path(path), world()))
 
 
 def _contents(path: Path, world: World) -> tuple[Json, Tensors, int, Callable[[Tensors], None]]:
-    """Return header, tensors, number of processes that wrote it, and `fill`. All processes fail where one does."""
+    """Return header, tensors, number of processes that wrote them, and `fill`. If one process fails, all fail."""
     if path.suffix or not path.is_dir():
         header, tensors = world.together(lambda: read(path), raises=CheckpointError)
         return header, tensors, 1, functools.partial(_fill, tensors)
     header, tensors = world.together(lambda: checkpoint_folder.read(path, world), raises=CheckpointError)
     num_processes = len(header["rng"])
     rank = world.rank if world.rank < num_processes else 0
-    for part in ("rng", "extra"):  # this process's, under the names of a single file
+    for part in ("rng", "extra"):  # keep the entries of this rank, renamed as in a single-file checkpoint
         header[part] = header[part][rank]
         every = {name: tensors.pop(name) for name in [*tensors] if name.startswith(f"{part}/")}
         own = f"{part}/{rank}/"
@@ -251,7 +254,7 @@ def _contents(path: Path, world: World) -> tuple[Json, Tensors, int, Callable[[T
 
 
 def _of_class(cls: type["Trainer"], path: Path, header: Json, tensors: Tensors, *more: Any) -> Saved:
-    """Return it with its config: every option must be there, each in its own type."""
+    """Return the checkpoint with its config, in which every option must be present and of its own type."""
     if header["algorithm"] != cls.__name__:
         raise CheckpointError(f"{path} must be a checkpoint of {cls.__name__}, found one of {header['algorithm']:.80}")
     try:
@@ -268,7 +271,7 @@ def _fill(tensors: Tensors, targets: Tensors) -> None:
 
 
 def _take(path: Path, what: str, take: Callable[[], object]) -> None:
-    """Let a user's own class take its state back; what it cannot take is the file's fault, whatever the error is."""
+    """Call `take`, which restores the state of a user's class; turn any error into a CheckpointError."""
     try:
         take()
     except Exception as error:
@@ -276,7 +279,7 @@ def _take(path: Path, what: str, take: Callable[[], object]) -> None:
 
 
 def _matched(trainer: "Trainer", saved: list[Any], path: Path) -> list[tuple[Any, Json]]:
-    """Return the trainer's callbacks with the states of their namesakes, each used once."""
+    """Return pairs of a trainer's callback and the saved state of one with the same class name, each used once."""
     left, found = list(saved), []
     for callback in trainer.run.callbacks:
         name = type(callback).__name__
@@ -296,7 +299,7 @@ def _matched(trainer: "Trainer", saved: list[Any], path: Path) -> list[tuple[Any
 def check_optimizer(
     trainer: "Trainer", tensors: Tensors, values: Json, path: Path
 ) -> list[tuple[Json, Json, dict[Any, Json]]]:
-    """Return of each group of the optimiser: the group, the options it had, its parameters' states still to be filled."""
+    """Return, for each group of the optimiser: the group, its saved options, and unfilled states of its parameters."""
     names = {id(param): name for name, param in trainer.module.named_parameters()}
     groups = trainer.optimizer.param_groups
     if len(groups) != len(values["groups"]):
@@ -326,32 +329,35 @@ def check_optimizer(
 
 
 def _room(value: torch.Tensor, param: torch.Tensor, group: Json, optimizer: Any) -> torch.Tensor:
-    """Return an optimiser's tensor without its numbers: in shards as the parameter is, if it is as large; paged where the
-    optimiser pages."""
+    """Return a tensor to hold the optimiser's saved `value`: sharded as the parameter if it has the parameter's shape,
+    and in paged memory if the optimiser uses it."""
     if value.shape == param.shape:
-        if getattr(optimizer, "is_paged", False):  # of bitsandbytes
+        if getattr(optimizer, "is_paged", False):  # an optimiser of bitsandbytes
             return optimizer.get_state_buffer(param, dtype=value.dtype)
         return torch.zeros_like(param.detach(), dtype=value.dtype)
-    moves_all = group.get("capturable") or group.get("fused")  # else torch keeps counts of steps on the CPU
+    moves_all = group.get("capturable") or group.get("fused")  # otherwise torch keeps step counts on the CPU
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if value.ndim or moves_all else "cpu")
 
 
 def _checked_options(group: Json, options: Json, path: Path, where: str) -> Json:
-    """Return the options of a group, those of the device left out: plain values, of the types the group itself has."""
+    """Return a group's saved options, except those of the device. Raise unless they are plain and fit the group."""
     taken = {key: value for key, value in options.items() if key not in HOW}
     for key, value in taken.items():
         if key == "params" or not _is_plain(value):
             raise CheckpointError(
                 f"{path}: {where} must have options of plain values, found {key!r:.60}: {shown(value)}"
             )
-        # one that the group has not may be of a scheduler of the user's own, which is still to come
+        # an option that the group lacks may belong to a scheduler that the user creates later
         if key in group and not _fits(value, group[key], below=1.0 if key == "betas" else math.inf):
             raise CheckpointError(f"{path}: {where}.{key} must be as {group[key]!r:.40} is, found {shown(value)}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in taken.items()}
 
 
 def _fits(value: Any, own: Any, below: float) -> bool:
-    """Return whether it is a number like the group's own, not negative where that is not; of lists each; else the same."""
+    """Return whether `value` fits the group's `own` value.
+
+    A number must be below `below`, and not negative unless `own` is. Lists are compared by item, others by equality.
+    """
     if isinstance(own, (list, tuple)):
         same_length = isinstance(value, list) and len(value) == len(own)
         return same_length and all(_fits(a, b, below) for a, b in zip(value, own, strict=True))
@@ -361,7 +367,7 @@ def _fits(value: Any, own: Any, below: float) -> bool:
 
 
 def _check_adam(entry: Json, param: torch.Tensor, amsgrad: bool, path: Path, name: str) -> None:
-    """Raise unless there are the count of steps and the moments, each as large as the parameter."""
+    """Raise unless the entry has a step count and the moments, each in the parameter's shape."""
     step = entry.get("step")
     counts = step.dtype if isinstance(step, torch.Tensor) and step.is_floating_point() else torch.float32
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
@@ -375,13 +381,13 @@ def _check_adam(entry: Json, param: torch.Tensor, amsgrad: bool, path: Path, nam
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, files and folders, the oldest first."""
+    """Return the checkpoints in a folder, files and folders, oldest first."""
     found = [path for path in folder.glob("step-*") if path.suffix == ".safetensors" or path.is_dir()]
     return sorted(found, key=lambda path: (path.stem, path.lstat().st_mtime))
 
 
 def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | None:
-    """The newest checkpoint of the folder that is whole; None if the folder has none at all."""
+    """Return the newest undamaged checkpoint in the folder; None if the folder has no checkpoint."""
     paths = world.from_first(lambda: all_in(folder)[::-1])
     for path in paths:
         try:
@@ -391,7 +397,7 @@ def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | Non
                 warnings.warn(f"{error}; taking the one before", stacklevel=2)
         else:
             return _of_class(cls, path, *found)
-    if paths:  # to begin again would cut the run's metrics to nothing: for its owner to decide
+    if paths:  # beginning again would delete the run's metrics, so the user must decide
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {folder} can be read; without them a run begins anew"
         )
@@ -399,7 +405,7 @@ def newest_good(folder: Path, cls: type["Trainer"], world: World) -> Saved | Non
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a checkpoint's bytes agree with its checksums, and its header with the table."""
+    """Return whether a checkpoint's bytes match its checksums and its header is valid."""
     try:
         _contents(path, ALONE)
     except (CheckpointError, OSError):
@@ -408,16 +414,16 @@ def is_whole(path: Path) -> bool:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return sizes and times of a checkpoint's files, by which a change is noticed without reading it."""
+    """Return sizes and times of a checkpoint's files, to detect changes without reading them."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return tuple(n for file in files if file.exists() for n in (file.stat().st_size, file.stat().st_mtime_ns))
 
 
 def remove_unfinished(run: Path) -> None:
-    """What a kill left half written in a run folder, which would stay for ever and may be large."""
+    """Remove the partly written files that a killed process left in a run folder; put back a replaced checkpoint."""
     for path in (run / "checkpoints").glob(".step-*.tmp"):
         remove(path)
-    for path in (run / "checkpoints").glob(".step-*.old"):  # a folder that was about to be replaced
+    for path in (run / "checkpoints").glob(".step-*.old"):  # an old checkpoint folder whose replacement was interrupted
         name = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
         if name.exists():
             remove(path)
@@ -428,7 +434,7 @@ def remove_unfinished(run: Path) -> None:
 
 
 def save_final(trainer: "Trainer", folder: Path) -> None:
-    """The model; of one with adapters these as peft reads them, in folder/adapter, and the whole where lora.merge says."""
+    """Write the final model. Adapters go to folder/adapter in peft's format; lora.merge adds the merged model."""
     adapted = base_model(trainer.module) is not trainer.module
     if adapted:
         save_pretrained(trainer, folder / "adapter", merged=False)
@@ -437,10 +443,10 @@ def save_final(trainer: "Trainer", folder: Path) -> None:
 
 
 def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True) -> None:
-    """Model and tokenizer in a folder `AutoModelForCausalLM.from_pretrained` opens, with checksums of its files.
+    """Write model and tokenizer to a folder for `AutoModelForCausalLM.from_pretrained`, with checksums of its files.
 
-    Weights in shards are gathered one by one, in the host memory of the first process, which writes.
-    merged   False writes of a model with adapters these alone, as peft reads them
+    Sharded weights are gathered one by one into the host memory of the first process, which writes them.
+    merged   False writes only the adapters, in peft's format
     """
     shards, world = trainer.policy.shards, trainer.world
     module = trainer.module if shards is None else shards.on_host(world.is_first)
@@ -450,7 +456,10 @@ def save_pretrained(trainer: "Trainer", folder: str | Path, merged: bool = True)
 def _write_pretrained(
     module: torch.nn.Module, is_copy: bool, tokenizer: Tokenizer | None, folder: Path, merged: bool
 ) -> None:
-    """The checksums are put there first: a folder that a kill left half old and half new does not agree with them."""
+    """Write the files to a temporary folder, then move them into place, checksums first.
+
+    If a kill leaves a mixture of old and new files, the checksums do not match them.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         inner = Path(made) / "model"

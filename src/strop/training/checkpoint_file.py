@@ -1,8 +1,8 @@
-"""The file of a checkpoint: safetensors, with a JSON header in its metadata and a checksum of every part.
+"""The single-file checkpoint: safetensors, with a JSON header in its metadata and a checksum of every part.
 
-    8 bytes: length of the index | index: names, dtypes, shapes, places; the header as text | the tensors' bytes
+    8 bytes: length of the index | index: names, dtypes, shapes, offsets; the header as text | the tensors' bytes
 
-One of the tensors, `checksums`, holds those of the index and of the other tensors, in the order of their places.
+The tensor `checksums` holds the checksums of the index and of the other tensors, in the order of their offsets.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write(path: str | Path, tensors: Tensors, header: Json) -> None:
-    """Write beside the file first, then in its place: a kill at any moment leaves the old one or the new one, whole."""
+    """Write a checkpoint to a temporary file, then rename it. A kill leaves the old file or the new one, complete."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -44,7 +44,7 @@ def write(path: str | Path, tensors: Tensors, header: Json) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with ThreadPoolExecutor(1) as pool:  # the sums are made while the file is written
+            with ThreadPoolExecutor(1) as pool:  # computes the checksums while the file is written
                 sums = pool.submit(sums_of, tensors)
                 save_file({**tensors, CHECKSUMS: room}, unfinished, metadata=metadata)
                 _seal(unfinished, sums.result())
@@ -57,7 +57,7 @@ def write(path: str | Path, tensors: Tensors, header: Json) -> None:
 
 
 def without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """Return each tensor once, and which names (of tied weights) are the same tensor as another name."""
+    """Return each tensor once, and a dict from the other names of tied weights to the name that was kept."""
     kept: Tensors = {}
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
@@ -73,7 +73,7 @@ def without_shared(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor on the CPU; a copy of one that is a view of something larger."""
+    """Return the whole tensor on the CPU; a view of a larger tensor is copied."""
     tensor = whole(tensor).detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
@@ -87,7 +87,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _seal(path: Path, sums: dict[str, int]) -> None:
-    """Fill in the checksums of what was meant to be written, and bring the file to the disk."""
+    """Write the checksums into the file and flush it to the disk. They are those of the tensors in memory."""
     start, index = _index(path)
     found = [checksum(start), *(sums[name] for name in index if name != CHECKSUMS)]
     with path.open("r+b") as file:
@@ -98,7 +98,7 @@ def _seal(path: Path, sums: dict[str, int]) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Bring a folder's list of names to the disk; some file systems cannot."""
+    """Flush a folder's directory entries to the disk, where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ def flush_folder(path: Path) -> None:
 
 
 def read(path: str | Path) -> tuple[Json, Tensors]:
-    """Return header and tensors of a checkpoint, every checksum verified; a CheckpointError says what else it is."""
+    """Return header and tensors of a checkpoint after verifying every checksum. Raise a CheckpointError if invalid."""
     path = Path(path)
     with opened(path) as file:
         about = (file.metadata() or {}).get("strop")
@@ -121,7 +121,7 @@ def read(path: str | Path) -> tuple[Json, Tensors]:
         start, index = _index(path)
         tensors = {name: file.get_tensor(name) for name in index}
     listed = _bytes_of(tensors.pop(CHECKSUMS, torch.empty(0))).tobytes()
-    if len(listed) != 4 * len(index):  # of the header, in place of its own
+    if len(listed) != 4 * len(index):  # `index` counts `checksums` itself, in whose place the header's is listed
         raise CheckpointError(f"{path} must hold {len(index)} checksums, found {len(listed) // 4}")
     found = {"its header": checksum(start)} | {f"{name!r:.120}": own for name, own in sums_of(tensors).items()}
     for (what, own), (wanted,) in zip(found.items(), struct.iter_unpack("<I", listed), strict=True):
@@ -139,7 +139,7 @@ def with_aliases(header: Json, tensors: Tensors, path: Path) -> Tensors:
 
 
 def parse_header(path: Path, text: str) -> Json:
-    """Return the header that the text says, of which so far only the format is known to be right."""
+    """Return the header parsed from its text. Only its format number is checked here."""
     try:
         header = loads(text)
     except ValueError as error:
@@ -152,7 +152,7 @@ def parse_header(path: Path, text: str) -> Json:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. The library checks its index; what it finds, there or at a tensor, is a CheckpointError."""
+    """Open a safetensors file. Errors of the library, now or while a tensor is read, become a CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -160,10 +160,10 @@ def opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except (SafetensorError, RuntimeError, TypeError, OverflowError) as error:  # the last three: shapes no tensor has
+    except (SafetensorError, RuntimeError, TypeError, OverflowError) as error:  # the last three: impossible shapes
         with path.open("rb") as file:
             start = file.read(8)
-        is_length = len(start) == 8 and start[5:] == bytes(3)  # of an index, which may begin as a pickle's first byte
+        is_length = len(start) == 8 and start[5:] == bytes(3)  # of an index: its first bytes may look like a pickle's
         if start.startswith(PICKLES[:3]) or (start.startswith(PICKLES) and not is_length):
             what = "is a pickle, as torch.save writes it: strop reads only its own checkpoints, and never runs code from a file"
             raise CheckpointError(f"{path} {what}") from None
@@ -172,7 +172,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def _index(path: Path) -> tuple[bytes, Json]:
-    """Return the bytes before the tensors, and the tensors' entries in the order of their places. It is in order."""
+    """Return the bytes before the tensors, and the tensors' index entries sorted by offset. The index must be valid."""
     with path.open("rb") as file:
         start = file.read(8)
         start += file.read(struct.unpack("<Q", start)[0])

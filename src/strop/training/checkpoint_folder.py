@@ -1,10 +1,10 @@
-"""The folder of a checkpoint that several processes write at once, as torch.distributed.checkpoint has it.
+"""The checkpoint folder that several processes write together, in the layout of torch.distributed.checkpoint.
 
 shard-00001-….safetensors   the rows of the tensors that the first process wrote, and so on
-header.json                 what the header of a single file has; of random numbers and `extra` one entry a process
-checksums.json              of the others
+header.json                 the header of a single-file checkpoint, but `rng` and `extra` have one entry per process
+checksums.json              the checksums of all other files
 
-All of it is written beside the place where it belongs, and renamed when it is complete.
+The files are written to a temporary folder beside the final one, which is renamed when it is complete.
 """
 
 import json
@@ -30,15 +30,18 @@ from strop.training.checkpoint_file import (
 from strop.training.checkpoint_header import CheckpointError, check_header, loads
 
 HEADER = "header.json"
-MOST_BYTES = 100_000_000  # of a file of JSON, as safetensors has it for its index
-READ_AT_ONCE = ("rng", "extra", "tokenizer")  # parts of few bytes
+MOST_BYTES = 100_000_000  # of a JSON file: safetensors has the same limit for its index
+READ_AT_ONCE = ("rng", "extra", "tokenizer")  # small parts
 
 
 # ---- writing ----
 
 
 def write(path: Path, tensors: Tensors, header: Json, world: World) -> None:
-    """Called by all processes, with what each has; the header is the first one's. A kill leaves the old one or none."""
+    """Write the folder; every process calls this with its own tensors. The first process's header is used.
+
+    If a process is killed meanwhile, the old checkpoint is left, or none.
+    """
     unfinished = path.with_name(f".{path.name}.{world.from_first(os.getpid)}.tmp")
     world.from_first(lambda: unfinished.mkdir(parents=True))
     tensors, aliases = without_shared(tensors)
@@ -59,7 +62,7 @@ def _finish(unfinished: Path, path: Path, header: Json, sums: dict[str, str]) ->
     sums[HEADER] = f"{checksums.checksum(text):08x}"
     _write_file(unfinished / checksums.FILE, json.dumps(sums, indent=1).encode())
     old = path.with_name(f".{path.name}.old")
-    if path.exists():  # a folder cannot take another's place in one move: see `remove_unfinished`
+    if path.exists():  # a rename cannot replace a folder that is not empty: see `remove_unfinished`
         os.replace(path, old)
     os.replace(unfinished, path)
     flush_folder(path.parent)
@@ -67,7 +70,7 @@ def _finish(unfinished: Path, path: Path, header: Json, sums: dict[str, str]) ->
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint of either kind."""
+    """Remove a checkpoint, whether it is a file or a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -85,9 +88,9 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def read(path: Path, world: World) -> tuple[Json, Tensors]:
-    """Return header and tensors, every checksum verified: each process verifies its part of the files.
+    """Return header and tensors after verifying the checksums. Each process verifies a part of the files.
 
-    Large tensors are told by shape and dtype only, on the device meta; `fill` reads them.
+    Large tensors are on the meta device, with shape and dtype only; `fill` reads their values.
     """
     sums = _sums(path)
     for name in sorted(sums)[world.rank :: world.size]:
@@ -109,7 +112,7 @@ def read(path: Path, world: World) -> tuple[Json, Tensors]:
 
 
 def fill(path: Path, aliases: dict[str, str], targets: Tensors) -> None:
-    """Put the folder's numbers into these tensors, of which each process may have a shard."""
+    """Fill these tensors with the values in the folder. A process may have only a shard of each."""
     load_tensors({name: tensor for name, tensor in targets.items() if name not in aliases}, path)
     for name in targets.keys() & aliases.keys():
         targets[name].copy_(targets[aliases[name]])
@@ -122,7 +125,7 @@ def _text(path: Path) -> str:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the files of the folder with their checksums: those that are listed, and no others."""
+    """Return the listed checksums by file name. Raise if the folder has other files than the listed ones."""
     listed = path / checksums.FILE
     if not listed.is_file():
         raise CheckpointError(f"{path} is no checkpoint of strop: it has no {checksums.FILE}")
@@ -145,7 +148,7 @@ def _sums(path: Path) -> dict[str, str]:
 
 
 def _tensors(path: Path, names: list[str]) -> Tensors:
-    """Return all tensors of the files, without memory. The rows of each must be there once, which torch does not check."""
+    """Return all tensors of the files, on the meta device. Raise unless every row is there once (torch does not)."""
     for name in names:
         with opened(path / name):
             pass

@@ -1,9 +1,9 @@
-"""What the header of a checkpoint must look like: one table, and the function that compares a header with it.
+"""The schema of checkpoint headers, and the functions that check a header against it.
 
-{"name": …}     an object with exactly these names; one that ends in "?" may be absent
-{EACH: …}       an object of any names, each value of this kind
+{"name": …}     an object with exactly these names; a name that ends in "?" may be absent
+{EACH: …}       an object with any names, each value of this kind
 [kind]          a list, each item of this kind
-Kind            a single value: what it is called, and how to tell
+Kind            a single value: a description for errors, and a test
 """
 
 import json
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from strop._types import Json
 from strop.training.state import TrainState
 
-MOST_LEVELS = 20  # of objects and lists within each other
+MOST_LEVELS = 20  # of nested objects and lists
 EACH = None
 
 
 class CheckpointError(ValueError):
-    """A file that is no checkpoint, a damaged one, or not one for this trainer."""
+    """The error for a file that is no checkpoint, is damaged, or does not fit this trainer."""
 
 
 class Kind(NamedTuple):
@@ -65,7 +65,7 @@ HEADER = {
     "version": TEXT,
     "algorithm": NAME,
     "config": TREE,
-    "model": TREE,  # by its kind, see MODELS
+    "model": TREE,  # checked by its kind, see MODELS
     "base?": WORD,  # checksum of the frozen weights below an adapter, which are not in the file
     "ref?": TREE,
     "tokenizer": TEXT_OR_NONE,
@@ -76,8 +76,8 @@ HEADER = {
     "callbacks": [CALLBACK],
     "aliases": {EACH: TEXT},
 }
-OF_SEVERAL = {"rng": [TREE], "extra": [TREE]}  # where several processes wrote it: one entry each
-CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
+OF_SEVERAL = {"rng": [TREE], "extra": [TREE]}  # if several processes wrote it: one entry per process
+CALLBACKS = {  # states of strop.callbacks; those of user-defined callbacks are not checked
     "EvaluationCallback": {"last_step": Kind("a whole number of at least -1", lambda v: is_whole(v) and v >= -1)},
     "BestCheckpoint": {"best": NUMBER_OR_NONE},
     "EarlyStopping": {"best": NUMBER_OR_NONE, "num_bad": COUNT},
@@ -85,7 +85,7 @@ CALLBACKS = {  # of strop.callbacks; the state of a user's own is the user's
 
 
 def loads(text: str) -> Any:
-    """Return what a text of JSON says. A ValueError for one that says a name of an object twice, or is too deep."""
+    """Return the value of a JSON text. Raise a ValueError if an object has a name twice or nesting is too deep."""
 
     def once(pairs: list[tuple[str, object]]) -> Json:
         if len(found := dict(pairs)) != len(pairs):
@@ -99,7 +99,7 @@ def loads(text: str) -> Any:
 
 
 def check_header(header: Any, path: Path, *, of_several: bool = False) -> None:
-    """Raise a CheckpointError unless the header is as the table has it."""
+    """Raise a CheckpointError unless the header fits the schema."""
     check(header, HEADER | OF_SEVERAL if of_several else HEADER, path, "the header")
     _check_plain(header, path, 0)
     for name in ("model", "ref"):
@@ -137,7 +137,7 @@ def check(value: Any, schema: Any, path: Path, where: str) -> None:
 
 
 def _check_plain(value: object, path: Path, level: int) -> None:
-    """Raise unless numbers are finite and nothing is nested without end."""
+    """Raise unless all numbers are finite and there are at most MOST_LEVELS levels."""
     if isinstance(value, float) and not math.isfinite(value):
         raise CheckpointError(f"{path}: the header must hold finite numbers, found {value}")
     if level > MOST_LEVELS:
@@ -147,7 +147,7 @@ def _check_plain(value: object, path: Path, level: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error: a short one as it is, of a long one only what it is."""
+    """Return a value as text for error messages: shortened if long, and only the length of lists and objects."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = repr(value) if not is_whole(value) or abs(value) < 10**40 else "a whole number of more than 40 digits"
@@ -155,7 +155,7 @@ def shown(value: Any) -> str:
 
 
 def check_same(found: object, wanted: object, path: str | Path, where: str) -> None:
-    """Raise unless `wanted`, which was made of `found`, is the same: nothing left out, added or of another type."""
+    """Raise unless `wanted`, the parsed form of `found`, equals it: nothing missing, added or of another type."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() ^ wanted.keys()):
             verb = "lacks" if name in wanted else "has the unknown"
@@ -170,5 +170,5 @@ def check_same(found: object, wanted: object, path: str | Path, where: str) -> N
 
 
 def type_of(value: object) -> type:
-    """Return the type of a value of JSON, which has one kind of number: 1 and 1.0 are the same, True is neither."""
+    """Return the type of a JSON value. JSON has one number type, so 1 and 1.0 have the same; True has another."""
     return float if is_whole(value) else type(value)

@@ -31,40 +31,40 @@ from strop.training.logging import JSONLLogger, drop_after, is_evaluation
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
-# what may differ when a run is resumed: where it ends, and how it goes about it, but not what it computes
+# options that may differ when a run is resumed: they do not change what a step computes
 MAY_CHANGE = (
     "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
     "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "merge", "shard",
 )  # fmt: skip
 
-PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # whose versions run.json has, where they are in use
+PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # run.json has their versions if they are imported
 FILES = ("metrics.jsonl", "samples.jsonl", "report.html", "checkpoints", "final", "tensorboard")  # besides run.json
 
 
 PACKAGE = Path(strop.__file__).parent
-Sources = dict[str, str]  # by what it is: its hash, or nothing where it has no file
+Sources = dict[str, str]  # description → hash, or "" if it has no file
 
 
 class RunFolder:
-    """Where a run writes, and from where it goes on."""
+    """The folder that a run writes to and resumes from."""
 
     def __init__(self, path: Path, save_every: int, keep: int):
         self.path = path
-        self.logger: JSONLLogger | None = None  # once it is open
-        self._open = contextlib.ExitStack()  # what `shut` undoes: the lock
+        self.logger: JSONLLogger | None = None  # set by `open` in the first process
+        self._open = contextlib.ExitStack()  # holds the lock until `shut`
         self.checkpoints = CheckpointCallback(path / "checkpoints", save_every or sys.maxsize, keep)
 
     def open(self, trainer: "Trainer", resume: bool, allow_changes: bool = False) -> None:
-        """Lock the folder; begin a new run in it, or with `resume` go on with the one there from its newest checkpoint.
+        """Lock the folder and begin a new run in it, or with `resume` continue its run from the newest checkpoint.
 
-        Of several processes the first looks and writes, and the others are told.
+        With several processes the first one reads and writes the folder and sends the results to the others.
         """
         run, world = trainer.run, trainer.world
         world.from_first(lambda: self._make(resume))
         newest = checkpoint.newest_good(self.path / "checkpoints", type(trainer), world) if resume else None
         if newest is not None:
             _check_same_run(trainer, newest)
-            if newest.header["state"]["num_rows"] == run.num_rows:  # else `Run` says so, whatever is allowed
+            if newest.header["state"]["num_rows"] == run.num_rows:  # else `TrainingRun._begin` raises
                 world.from_first(lambda: self._check_sources(run.sources, allow_changes))
             newest.put(trainer)
             if world.is_first:
@@ -91,14 +91,14 @@ class RunFolder:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         self._open.enter_context(locked(self.path))
-        if not resume and (self.path / "run.json").exists():  # begun by another process just now
+        if not resume and (self.path / "run.json").exists():  # another process has just begun one
             raise ValueError(f"output_dir must not hold a run, found one in {self.path}")
         checkpoint.remove_unfinished(self.path)
 
     def note_failure(self, trainer: "Trainer", error: Exception, halfway: bool) -> None:
-        """Add a note to the error of a step: where the run can go on from. Write a checkpoint if the state is a step's.
+        """Write a checkpoint after a failed step if possible, and add a note to the error that names the newest one.
 
-        halfway   the step may have changed weights
+        halfway   the step may have changed weights, so no checkpoint is written
         """
         if halfway:
             error.add_note(self._newest("the step may have changed weights, so it has no checkpoint"))
@@ -108,21 +108,21 @@ class RunFolder:
             return
         try:
             path = self.checkpoints.save(trainer)
-        except Exception as second:  # the first error is the one to tell; a full disk's would be the same again
+        except Exception as second:  # the first error is raised; leave out this one if it is the same
             why = "" if _is_same(error, second) else f": {second}"
             error.add_note(self._newest(f"no checkpoint of this step could be written{why}"))
         else:
             error.add_note(f"the run up to step {trainer.run.state.step} is in {path}; resume=True goes on from there")
 
     def _newest(self, why: str) -> str:
-        """Return the reason, and which checkpoint is the newest."""
+        """Return a note with the reason and the newest checkpoint."""
         found = checkpoint.all_in(self.path / "checkpoints")
         if not found:
             return f"{why}, and there is no earlier one: see save_every"
         return f"{why}; resume=True goes on from the newest, {found[-1]}"
 
     def shut(self) -> None:
-        """Close what `open` opened, whatever became of the run."""
+        """Close the logger and release the lock."""
         if self.logger is not None:
             self.logger.close()
         self._open.close()
@@ -138,9 +138,9 @@ class RunFolder:
             )
 
     def _cut_back(self, step: int, evaluated_until: int) -> list[Json]:
-        """Cut metrics and samples back to this step; return the metrics.
+        """Remove metrics and samples after this step; return the remaining metrics.
 
-        evaluated_until   an evaluation after this step is not known to the checkpoint, and will be made again
+        evaluated_until   last step that the checkpoint knows as evaluated; later evaluations will be repeated
         """
         drop_after(self.path / "samples.jsonl", step)
         until = step if evaluated_until < 0 else evaluated_until
@@ -196,7 +196,7 @@ class RunFolder:
         unfinished.replace(path)
 
     def close(self, trainer: "Trainer", interrupted: bool) -> Path:
-        """A last checkpoint, and the model where the run came to its end."""
+        """Write a last checkpoint and return its path; write the final model too unless the run was interrupted."""
         path = self.checkpoints.save(trainer)
         if not interrupted:
             checkpoint.save_final(trainer, self.path / "final")
@@ -205,9 +205,9 @@ class RunFolder:
 
 
 def check_usable(folder: Path) -> None:
-    """Raise an OSError if nothing can be written to this folder, a ValueError if another process writes to it.
+    """Raise an OSError if this folder cannot be written to, and a ValueError if another process writes to it.
 
-    A folder that is not there yet is not there afterwards.
+    A folder that does not exist is created for the check and removed again.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -223,15 +223,15 @@ def check_usable(folder: Path) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Delete the files of a run, and nothing else in its folder; where there is no run, nothing at all."""
+    """Delete the files of a run and nothing else in its folder. Do nothing if the folder holds no run."""
     if not (folder / "run.json").exists():
         return
     with locked(folder):
-        for name in (*FILES, "run.json"):  # run.json last: a folder that was half removed still is a run's
+        for name in (*FILES, "run.json"):  # run.json last: a partly removed run still counts as one
             checkpoint.remove(folder / name)
 
 
-# ---- what a run computes with besides its options: functions of the user, the chat template, the rows; by hashes ----
+# ---- sources: hashes of a run's inputs besides its options (user functions, chat template, rows) ----
 
 
 def sources_of(trainer: "Trainer", rows: str) -> Sources:
@@ -239,14 +239,14 @@ def sources_of(trainer: "Trainer", rows: str) -> Sources:
     found = {}
     for kind, functions in (("function", trainer.functions), ("environment or tool", trainer.environments)):
         for about in map(described, functions):
-            own = Path(about.get("file", "")).is_relative_to(PACKAGE)  # another version of strop is no other run
+            own = Path(about.get("file", "")).is_relative_to(PACKAGE)  # a new strop is no change
             found[f"{kind} {about['name']}"] = "" if own else about.get("sha256", "")
     template = json.dumps(getattr(trainer.tokenizer, "chat_template", None), sort_keys=True, default=str)
     return found | {"chat template": hashlib.sha256(template.encode()).hexdigest(), "dataset": rows}
 
 
 def changed_sources(before: Mapping[str, object], now: Sources) -> list[str]:
-    """Return the names of the sources that are not what they were; one without a hash then or now is not compared."""
+    """Return the names of the sources that have changed. A source without a hash before or now is not compared."""
     names = before.keys() | now.keys() if before else set()
     return sorted(
         name for name in names if before.get(name, "gone") != now.get(name, "gone") and _is_known(name, before, now)
@@ -261,13 +261,13 @@ def _is_known(name: str, *all_sources: Mapping[str, object]) -> bool:
 
 
 def _is_same(one: Exception, other: Exception) -> bool:
-    """Whether both say the same: in the same words, or of a full disk in those of Python and of safetensors."""
+    """Return whether both errors say the same, or both report a full disk (in Python's or safetensors' words)."""
     full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
     return str(one) == str(other) or any(words in str(one) and words in str(other) for words in full)
 
 
 def _read_about(path: Path) -> Json:
-    """run.json of a run that goes on."""
+    """Return the content of the run.json of an existing run."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -278,7 +278,7 @@ def _read_about(path: Path) -> Json:
 
 
 def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
-    """The options of the run that is resumed must be those it began with, but for where it ends and what it reports."""
+    """Raise unless the resumed run has the options it began with. Those in MAY_CHANGE may differ."""
     before, now = flat(saved.config.to_dict()), flat(trainer.config.to_dict())
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
@@ -287,7 +287,7 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
 
 
 def flat(tree: Json, prefix: str = "") -> Json:
-    """The values of a tree by their dotted names."""
+    """Return the values of a nested dict by their dotted names."""
     found: Json = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -295,6 +295,6 @@ def flat(tree: Json, prefix: str = "") -> Json:
 
 
 def final_model(folder: Path) -> Path:
-    """Return where the folder of a run has its model: the whole one, or where there is none its adapter."""
+    """Return the folder of a run's final model: the full model, or the adapter if there is no full model."""
     final, adapter = folder / "final", folder / "final" / "adapter"
     return final if (final / "config.json").exists() or not adapter.exists() else adapter

@@ -1,4 +1,4 @@
-"""One process at a time writes to a run folder."""
+"""The lock of a run folder: only one process at a time writes to it."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ _held: set[int] = set()  # descriptors of this process's locks
 
 
 def _close_in_child() -> None:
-    """Give up in a forked child what is its parent's: the lock would outlive the parent with the child."""
+    """Close the parent's locks in a forked child. Otherwise the child would keep them after the parent has ended."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -26,10 +26,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. A ValueError if another process holds it.
+    """Hold the lock of a run folder. Raise a ValueError if another process holds it.
 
-    The kernel frees the lock of a process that is gone, however it ended. On a network disk this holds between machines
-    where the disk has locks; where it has none, a warning says so.
+    The kernel frees the lock when the process ends, in whatever way. On a network disk that supports locks, this also
+    works between machines. A disk without locks gives a warning.
     """
     path = folder / FILE
     descriptor = _acquired(path)
@@ -44,20 +44,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if os.getpid() == pid:
-            path.unlink(missing_ok=True)  # while it is held: see `_acquired`
+            path.unlink(missing_ok=True)  # before the lock is released: see `_acquired`
             _held.discard(descriptor)
             os.close(descriptor)
 
 
 def _acquired(path: Path) -> int | None:
-    """Return the descriptor of the locked file; None where the disk has no locks."""
+    """Return the descriptor of the locked file, or None if the disk does not support locks."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
-            os.close(descriptor)  # its owner removed it just now: there is a new file, or none
+            os.close(descriptor)  # the previous owner has just removed this file, so try again
         except BlockingIOError:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)

@@ -1,6 +1,6 @@
-"""Loggers: where metrics go. Pass one or a list of them as `logger=`; one that fails stops the run.
+"""Loggers, which receive the metrics. Pass one or a list as `logger=`; an error in a logger stops the run.
 
-Anything with log(metrics, step) and close() is a logger. `time` in the metrics is seconds since training began.
+Any object with log(metrics, step) and close() is a logger. The metric `time` is the seconds of training so far.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ CONSOLE_METRICS = (
 
 
 class Logger(Protocol):
-    """What a trainer asks of a logger."""
+    """The interface of a logger."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -28,9 +28,9 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """A line of the main metrics every log_interval steps, each the mean since the last line; evaluations at once.
+    """A logger that prints the means of the main metrics every log_interval steps, and evaluations at once.
 
-    metrics   which ones; None is those everybody looks at, and every eval/…
+    metrics   the names to print; None prints CONSOLE_METRICS. Evaluations are printed in full.
     file      None is standard output
     """
 
@@ -63,14 +63,14 @@ class ConsoleLogger:
 
 
 class JSONLLogger:
-    """One JSON object per line: {"step": …, "time": …, "loss": …}."""
+    """A logger that writes one JSON object per line: {"step": …, "time": …, "loss": …}."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        with self.path.open("a", encoding="utf-8") as file:  # closed each time: a killed run keeps what it has logged
+        with self.path.open("a", encoding="utf-8") as file:  # closed after each line, so that a killed run loses none
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class JSONLLogger:
 
 
 class TensorBoardLogger:
-    """Scalars for TensorBoard, in `folder`."""
+    """A logger that writes scalars for TensorBoard to `folder`."""
 
     def __init__(self, folder: str | Path):
         try:
@@ -97,7 +97,7 @@ class TensorBoardLogger:
 
 
 class TrackioLogger:
-    """Metrics for trackio, which keeps them on this machine; the arguments are those of trackio.init."""
+    """A logger for trackio, which stores metrics on this machine; the arguments are those of trackio.init."""
 
     def __init__(self, project: str = "strop", **init: Any):
         try:
@@ -105,11 +105,11 @@ class TrackioLogger:
         except ImportError as error:
             raise _absent(error, "TrackioLogger", "trackio") from None
         self._trackio = trackio
-        with contextlib.redirect_stdout(sys.stderr):  # it talks, and standard output is the run's folder
+        with contextlib.redirect_stdout(sys.stderr):  # trackio prints; standard output is for the run folder
             trackio.init(project=project, **init)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        named = {"seconds" if name == "time" else name: value for name, value in metrics.items()}  # time is its own
+        named = {"seconds" if name == "time" else name: value for name, value in metrics.items()}  # "time" is reserved
         self._trackio.log(named, step=step)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class TrackioLogger:
 
 
 class WandbLogger:
-    """Metrics for Weights & Biases; the arguments are those of wandb.init."""
+    """A logger for Weights & Biases; the arguments are those of wandb.init."""
 
     def __init__(self, **init: Any):
         try:
@@ -135,19 +135,19 @@ class WandbLogger:
 
 
 def _absent(error: ImportError, logger: str, package: str) -> ImportError:
-    """Tells a package that is not there from one that is, but lacks something itself."""
+    """Return the error for a logger's package that is not installed, or is installed but fails to import."""
     if error.name in (None, package):
         return ImportError(f"{logger} needs {package}: pip install {package}")
     return ImportError(f"{logger} needs {package}, which is installed but cannot be imported: {error}")
 
 
 def read_metrics(path: str | Path) -> list[Json]:
-    """Return the entries of a metrics file. A last line without its end, as a kill leaves it, is not one."""
+    """Return the entries of a metrics file. A last line without a newline, as left by a kill, is skipped."""
     return [entry for _, entry in _entries(Path(path))]
 
 
 def _entries(path: Path) -> Iterator[tuple[bytes, Json]]:
-    """Yield the lines of a metrics file, each with its entry."""
+    """Yield each line of a metrics file with its parsed entry."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -158,10 +158,10 @@ def _entries(path: Path) -> Iterator[tuple[bytes, Json]]:
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Json:
-    """A line of metrics or samples: an object with its step. A ValueError names the file and the line."""
+    """Return a parsed line of metrics or samples, an object with its step. Raise a ValueError if it is invalid."""
     try:
         row = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number without end, nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deeply nested
         raise ValueError(f"{path}, line {number} is broken: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number} must be an object, found {type(row).__name__}")
@@ -172,14 +172,14 @@ def parse_line(line: bytes, path: Path, number: int) -> Json:
 
 
 def is_evaluation(entry: Mapping[str, object]) -> bool:
-    """Return whether a line of metrics is of an evaluation, not of a step."""
+    """Return whether an entry of metrics comes from an evaluation, not from a step."""
     return any(name.startswith("eval/") for name in entry)
 
 
 def drop_after(path: str | Path, step: int, evaluations_until: int | None = None) -> list[Json]:
-    """Cut a file of JSON lines back to those up to `step`, and return them: what came after will come again.
+    """Remove the entries after `step` from a file of JSON lines, and return the others. The run will log them again.
 
-    evaluations_until   of evaluations those up to this step; None is `step`
+    evaluations_until   last step of the evaluations to keep, at most `step`; None is `step`
     """
     last = step if evaluations_until is None else min(step, evaluations_until)
     path = Path(path)

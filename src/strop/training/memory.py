@@ -1,4 +1,4 @@
-"""Out of memory: what was being done, how much it asked for, and what to lower."""
+"""Out-of-memory errors: a message with the phase, the size of the failed allocation, and the options to lower."""
 
 import re
 import traceback
@@ -23,13 +23,14 @@ PHASES = {
 }
 
 
-LACKS = (RuntimeError, MemoryError)  # among which are those of memory
+LACKS = (RuntimeError, MemoryError)  # the types an out-of-memory error can have; other errors have them too
 
 
 def raise_explained(error: BaseException, trainer: "Trainer", phase: str | None = None) -> NoReturn:
-    """A lack of memory comes out as one line that says what to lower, the step's memory free by then; others as they are.
+    """Raise an out-of-memory error again as one line that says what to lower; raise any other error unchanged.
 
-    phase   None: the one the error came from
+    The step's memory is freed first.
+    phase   the phase to name; None is the one in which the error occurred
     """
     if not _lack_of_memory(error):
         raise error
@@ -42,7 +43,7 @@ def raise_explained(error: BaseException, trainer: "Trainer", phase: str | None 
 
 
 def _lack_of_memory(error: BaseException) -> bool:
-    """On a GPU, in NumPy and the compiled module, and in torch on a CPU, whose error is a plain RuntimeError."""
+    """Return whether this is an out-of-memory error. torch on a CPU raises a plain RuntimeError for it."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
 
 
@@ -53,7 +54,7 @@ def _message(trainer: "Trainer", phase: str, told: str) -> str:
 
 
 def _asked(told: str) -> str:
-    """Of torch's or NumPy's words what was asked for and what there was."""
+    """Return the requested and the available memory, read from torch's or NumPy's message."""
     asked = re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+ \w+)", told)
     if asked is None:
         return next(iter(told.strip().splitlines()), "") or "nothing tells how much was asked for"

@@ -1,4 +1,4 @@
-"""Optimisers by name: torch's, bitsandbytes' of 8 bits, and Muon, which has AdamW for what is no hidden matrix."""
+"""Optimisers by name: torch's, bitsandbytes' 8-bit AdamW, and Muon with AdamW for all but the hidden matrices."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,13 +27,13 @@ def named_optimizer(module: torch.nn.Module, groups: Groups, config: OptimConfig
 
 
 def keep_on_host(optimizer: torch.optim.Optimizer, part_bytes: int = 2**28) -> None:
-    """Keep the optimiser's states in the host's memory.
+    """Keep the optimiser's states in host memory.
 
-    A step takes parameters of `part_bytes` at a time: their states go to the device, are stepped and come back. Every
-    parameter is stepped as in one step for all.
+    A step handles `part_bytes` of parameters at a time: it copies their states to the device, updates them and copies
+    the states back. The result is the same as that of one step for all parameters.
     """
     step_all = optimizer.step
-    homes: dict[tuple[int, str], torch.Tensor] = {}  # buffers that a GPU copies to and from by itself
+    homes: dict[tuple[int, str], torch.Tensor] = {}  # pinned buffers, for asynchronous copies
 
     def to_host(param: torch.Tensor) -> None:
         for name, value in optimizer.state.get(param, {}).items():
@@ -42,7 +42,7 @@ def keep_on_host(optimizer: torch.optim.Optimizer, part_bytes: int = 2**28) -> N
                 if home is None or home.shape != value.shape:
                     home = homes[id(param), name] = torch.empty_like(value, device="cpu", pin_memory=True)
                 optimizer.state[param][name] = home.copy_(value, non_blocking=True)
-            elif isinstance(value, torch.Tensor):  # in shards, for example
+            elif isinstance(value, torch.Tensor):  # a tensor subclass, such as a sharded one
                 optimizer.state[param][name] = value.to("cpu")
 
     def to_device(param: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ def _parts(params: Sequence[torch.Tensor], part_bytes: int) -> Iterator[list[tor
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for hidden matrices and torch.optim.AdamW for the rest: embeddings, head, norms, biases.
 
-    Both have the same learning rate: Muon's steps are scaled to the size that AdamW's have (match_rms_adamw).
+    Both have the same learning rate: Muon's updates are scaled to the RMS of AdamW's (match_rms_adamw).
     """
 
     def __init__(self, module: torch.nn.Module, groups: Groups, learning_rate: float, adam: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         if for_adam:
             self.parts.append(torch.optim.AdamW(for_adam, **adam))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
-        for part in self.parts:  # the groups are the same dicts; states have one place, which checkpoints read and fill
+        for part in self.parts:  # share one state dict, which checkpoints read and fill; the groups are shared already
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -130,7 +130,7 @@ def _is_fusable(groups: Sequence[dict[str, Any]]) -> bool:
 
 
 def _adamw_of_8_bits(groups: Groups, adam: dict[str, Any], *, paged: bool) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW. Parameters of fewer than 4,096 numbers keep moments of 32 bits."""
+    """Return bitsandbytes' 8-bit AdamW. Parameters of fewer than 4,096 elements keep 32-bit moments."""
     name = "paged_adamw8bit" if paged else "adamw8bit"
     try:
         import bitsandbytes

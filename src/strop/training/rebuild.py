@@ -1,11 +1,11 @@
-"""What a checkpoint says of its model and tokenizer, so that both can be made again without their source.
+"""Descriptions of models and tokenizers in a checkpoint, and how both are rebuilt from them.
 
-`describe` gives plain JSON: of a Hugging Face model its config (and that of its adapter), of the MoE its MoEConfig, of a
-plain module only its class, for the error that asks for it.
+`describe` returns plain JSON. For a Hugging Face model it holds the config (and the adapter's config), for the MoE its
+MoEConfig, for a plain module only the class name, which the error message shows.
 
-What is made again comes from short lists: classes of transformers and strop, attention implementations by name, LoRA
-without the options that name files or modules. Anything else is passed in, as an object, and the error says how. A
-model is made without memory first and compared with the tensors of the file: what it only claims is never allocated.
+Only known things are rebuilt: classes of transformers and strop, listed attention implementations, and LoRA without
+the options that name files or modules. Anything else must be passed in as an object; the error says how. A model is
+first built on the meta device and compared with the tensors in the file, so a false description allocates no memory.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ from strop.models.quantized import merged_copy
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
-Spec = tuple[Sequence[int], torch.dtype | None]  # a tensor's shape, and its dtype where that has to be the same
+Spec = tuple[Sequence[int], torch.dtype | None]  # a tensor's shape and dtype; None allows any dtype
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
-# by name, with the package that must be installed: without it transformers may fetch a kernel from the Hub
+# attention implementation → the package it needs: without it transformers may download a kernel from the Hub
 ATTENTION = {
     None: None, "eager": None, "sdpa": None, "flex_attention": None, "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn",
 }  # fmt: skip
-CODE = ("auto_map", "trust_remote_code", "quantization_config", "custom_generate")  # in a config, also within its parts
-LISTED = ("layer", "label")  # whole numbers with these words in their names make lists while a config is made
+CODE = ("auto_map", "trust_remote_code", "quantization_config", "custom_generate")  # forbidden in configs, at any level
+LISTED = ("layer", "label")  # a config makes lists of the lengths that options with these words in their names give
 LONGEST_LIST = 10_000
-MOST_BUFFER_BYTES = 2**30  # of tables a model computes for itself, which no file holds
-LORA = (  # options of peft's LoRA that are numbers, names of layers and switches; others name files, modules or more
+MOST_BUFFER_BYTES = 2**30  # of the buffers that a model computes itself and that are not in the file
+LORA = (  # the LoRA options of peft that are numbers, layer names or switches; others can name files or modules
     "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
     "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
     "use_dora", "lora_bias", "target_parameters", "trainable_token_indices", "ensure_weight_tying", "task_type",
@@ -55,14 +55,14 @@ LORA_MADE_ANEW = ("peft_type", "peft_version", "auto_mapping", "base_model_name_
 
 
 def kind_of(model: torch.nn.Module) -> str:
-    """ "moe", "hf" or "plain"; an adapter does not change it."""
+    """Return the kind of the model below any adapter: "moe", "hf" or "plain"."""
     from strop.models import Policy
 
     return "hf" if is_classifier(model) else Policy(model).kind
 
 
 def describe(model: torch.nn.Module) -> Json:
-    """How to make the model again."""
+    """Return a JSON description from which `model_from` can rebuild the model."""
     kind = kind_of(model)
     about: Json = {"kind": kind, "class": class_of(base_model(model)).__name__}
     if kind == "moe":
@@ -76,7 +76,7 @@ def describe(model: torch.nn.Module) -> Json:
         inner = base_model(model)
         about |= {"config": _json_dict(inner.config), "dtype": _name(inner.dtype), "device": str(inner.device)}
         if class_of(inner).__module__.startswith("transformers."):
-            about["config"].pop("auto_map", None)  # where custom code would be, had it been used
+            about["config"].pop("auto_map", None)  # it names custom code, which a transformers class does not use
         about["attention"] = getattr(inner.config, "_attn_implementation", None)
         if getattr(inner, "generation_config", None) is not None:
             about["generation_config"] = _json_dict(inner.generation_config)
@@ -89,9 +89,9 @@ def describe(model: torch.nn.Module) -> Json:
 def model_from(
     about: Json, weights: Tensors, path: str | Path, argument: str, lora: LoRAConfig | None = None
 ) -> torch.nn.Module:
-    """The model of a description, its weights still to be loaded, in the dtypes of `weights`.
+    """Return the model of a description, in the dtypes of `weights`. The weights themselves are not loaded yet.
 
-    lora   the trainer's option: its constructor puts the adapter on, so that it is left out here
+    lora   the trainer's option. If it is given, the trainer's constructor adds the adapter and this function does not.
     """
     if about["kind"] == "plain":
         raise CheckpointError(
@@ -154,12 +154,12 @@ def _check_sizes(trial: torch.nn.Module, weights: Tensors, path: str | Path, arg
 
 @contextlib.contextmanager
 def at_most_parameters(most: int, path: str | Path, argument: str) -> Iterator[None]:
-    """Within, a model with more parameters than the file can hold is not made to its end."""
+    """Raise a CheckpointError inside this context as soon as a model registers more than `most` parameters."""
     count, own = 0, threading.get_ident()
 
     def look(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
         nonlocal count
-        count += threading.get_ident() == own  # the hook sees every thread's modules
+        count += threading.get_ident() == own  # the hook is called for modules of all threads
         if count > most and threading.get_ident() == own:
             raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
 
@@ -172,7 +172,7 @@ def at_most_parameters(most: int, path: str | Path, argument: str) -> Iterator[N
 
 @contextlib.contextmanager
 def _explained(about: Json, path: str | Path, argument: str) -> Iterator[None]:
-    """transformers and peft, given values from anywhere, raise errors of every kind: here they become one."""
+    """Turn any error of transformers or peft, caused by invalid values in the file, into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -186,19 +186,19 @@ def _explained(about: Json, path: str | Path, argument: str) -> Iterator[None]:
 
 
 def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, merged: bool = True) -> None:
-    """The model in a folder, as `AutoModelForCausalLM.from_pretrained` reads it; a plain module as its weights.
+    """Write the model to a folder that `AutoModelForCausalLM.from_pretrained` can read; for a plain module its weights.
 
-    is_copy   of which nothing is kept afterwards
-    merged    False writes of a model with adapters these alone, as peft reads them
+    is_copy   the model is a temporary copy, so adapters can be merged in place
+    merged    False writes only the adapters, in peft's format
     """
     inner = unwrapped(model)
     if base_model(inner) is not inner and merged:
-        # of a copy: merging and taking apart again would change the weights in their last bits
+        # merge a copy: merging and unmerging in place would change the last bits of the weights
         inner = inner.merge_and_unload() if is_copy else merged_copy(inner)
     if hasattr(inner, "save_pretrained"):
         with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
             inner.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)  # peft's, to be filled in; a run writes one that is (`card`)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's template; a run writes its own model card (`card`)
         return
     from safetensors.torch import save_model
 
@@ -225,7 +225,7 @@ def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) ->
             raise CheckpointError(f"{path} describes a {argument} of more tensors than it holds")
         specs = {name: (shape, None) for name, shape in config.parameter_shapes().items()}
         check_tensors(specs, weights, path, argument)
-        engine_class(about["engine"])  # one of strop's own, by name
+        engine_class(about["engine"])  # raises unless it names an engine of strop
         dtype = NUMPY_DTYPES[DTYPES[about["dtype"]]]
         model = MoEForCausalLM(MoETransformer(config, about["engine"], dtype=dtype))
         if type(model).__name__ != about["class"]:
@@ -235,7 +235,7 @@ def _moe_from(about: Json, weights: Tensors, path: str | Path, argument: str) ->
 
 
 def _hugging_face_from(about: Json) -> Any:
-    """On the device and with the generators of the context it is called in."""
+    """Return the model with new weights, made with the current default device and random generators."""
     import transformers
 
     _check_config(about["config"])
@@ -259,7 +259,7 @@ def _hugging_face_from(about: Json) -> Any:
 
 
 def _check_config(config: Any) -> None:
-    """Raise a ValueError if a config names code, or asks for lists that are too long; so within its parts."""
+    """Raise a ValueError if a config, at any level, names code or asks for lists that are too long."""
     for name, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, (dict, list)):
             _check_config(value)
@@ -270,7 +270,7 @@ def _check_config(config: Any) -> None:
 
 
 def _moved(model: torch.nn.Module, device: str, path: str | Path) -> Any:
-    """Return the model on the device it was on, or on the first of that kind; on the CPU where there is none."""
+    """Return the model on its original device, else on the first device of that type, else on the CPU."""
     where = torch.device(device)
     if where.type not in ACCELERATORS:
         return model
@@ -285,7 +285,7 @@ def _moved(model: torch.nn.Module, device: str, path: str | Path) -> Any:
 
 
 def check_lora(lora: LoRAConfig, weights: Tensors, path: str | Path) -> None:
-    """The trainer makes the adapter of its option `lora`: the file must hold its weights, of that rank."""
+    """Raise unless the file holds adapter weights of the rank that the option `lora` has."""
     ranks = {weight.shape[:1] for name, weight in weights.items() if ".lora_A." in name or ".lora_embedding_A." in name}
     if ranks != {(lora.r,)}:
         found = ", ".join(str(list(rank)) for rank in sorted(ranks)) or "none"
@@ -293,7 +293,7 @@ def check_lora(lora: LoRAConfig, weights: Tensors, path: str | Path) -> None:
 
 
 def _with_adapters(model: torch.nn.Module, about: Json, lora: LoRAConfig | None) -> Any:
-    """The model with the adapter that the trainer's option `lora` makes, or with those of the description."""
+    """Return the model with the adapter of the trainer's option `lora`, or with the adapters of the description."""
     if lora is not None:
         from strop.models.prepare import with_lora
 
@@ -322,7 +322,7 @@ def _with_adapters(model: torch.nn.Module, about: Json, lora: LoRAConfig | None)
 
 
 def tokenizer_kind(tokenizer: Tokenizer | None) -> str | None:
-    """None for none; "strop" and "transformers" are made again from their files; else its class, for the error."""
+    """Return "strop" or "transformers", which can be rebuilt, else the class name; None if there is no tokenizer."""
     from strop.tasks import CharTokenizer
 
     if tokenizer is None or type(tokenizer) is CharTokenizer:
@@ -332,7 +332,7 @@ def tokenizer_kind(tokenizer: Tokenizer | None) -> str | None:
 
 
 def tokenizer_files(tokenizer: Any) -> Tensors:
-    """The files `save_pretrained` writes, as bytes."""
+    """Return the files that `save_pretrained` writes, each as a tensor of bytes."""
     if tokenizer_kind(tokenizer) not in ("strop", "transformers"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -345,7 +345,7 @@ def tokenizer_files(tokenizer: Any) -> Tensors:
 
 
 def tokenizer_from(kind: str | None, files: Tensors, path: str | Path) -> Any:
-    """The tokenizer again: strop's own, or one that transformers makes without running code of the file."""
+    """Return the rebuilt tokenizer, strop's or transformers'. No code from the file is run."""
     if kind is None:
         return None
     hint = "from_checkpoint(path, tokenizer=…)"
@@ -365,7 +365,7 @@ def tokenizer_from(kind: str | None, files: Tensors, path: str | Path) -> Any:
             import transformers
 
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # of every kind, for the files may hold anything
+        except Exception as error:  # any error is possible, because the files may hold anything
             told = " ".join(str(error).replace(folder, "").split())
             raise CheckpointError(
                 f"tokenizer must be given: that of {path} cannot be opened: {type(error).__name__}: {told:.300}; {hint}"
@@ -373,7 +373,7 @@ def tokenizer_from(kind: str | None, files: Tensors, path: str | Path) -> Any:
 
 
 def _put_file(folder: Path, name: str, content: torch.Tensor, path: str | Path) -> None:
-    """A file of the tokenizer where it belongs: within the folder, and without code for transformers to ask about."""
+    """Write one file of the tokenizer into the folder. Raise if it would lie outside the folder or names code."""
     file = (folder / name).resolve() if "\0" not in name else folder
     if file == folder or not file.is_relative_to(folder) or content.dtype != torch.uint8 or content.ndim != 1:
         raise CheckpointError(f"{path}: the tokenizer's files must lie in one folder, as bytes, found {shown(name)}")
@@ -403,7 +403,7 @@ def _json_dict(config: Any) -> Json:
 
 
 def _plain(value: object) -> Any:
-    """As JSON has it; dtypes by name, enumerations by value, sets as lists; infinity as transformers writes it."""
+    """Return the value as JSON: dtypes by name, enums by value, sets as lists, infinity as transformers writes it."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -420,7 +420,7 @@ def _plain(value: object) -> Any:
 
 
 def _with_floats(value: object) -> Any:
-    """A copy of what `_plain` gave, its infinities numbers again."""
+    """Return a copy of what `_plain` returned, with infinity and NaN as floats again."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}[value["__float__"]]

@@ -1,4 +1,4 @@
-"""`TrainingRun`: where a training run stands, who is told of it, and train(): the loop around a trainer's steps."""
+"""`TrainingRun`: a run's state, its loggers and callbacks, and train(), the loop around a trainer's steps."""
 
 import contextlib
 import random
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from strop.training.trainer import Trainer
 
 
-WITHOUT_SIGNAL = "reward/zero_std_fraction"  # the metric of groups whose rewards are all equal
+WITHOUT_SIGNAL = "reward/zero_std_fraction"  # metric: the fraction of groups whose rewards are all equal
 
 
 class TrainingRun:
-    """A trainer has one from the beginning: steps made by hand count in it as those of train() do.
+    """The run of a trainer, made with the trainer. Steps by train_step() count in it as those of train() do.
 
-    state         where it stands: steps, epochs, position in the data
-    history       what was measured
-    callbacks, loggers   who is told: callbacks in every process, loggers in the first
-    stop_reason   why train() is to end after the present step
-    about         what run.json says besides what the trainer knows: the command line puts its job there
-    goes_on       whether the next train() continues: after from_checkpoint, or an interruption
+    state         the run's position: steps, epochs, rows
+    history       the measured metrics
+    callbacks, loggers   callbacks are called in every process, loggers in the first
+    stop_reason   why train() should end after the current step; None to continue
+    about         extra entries for run.json; the command line adds its job
+    goes_on       True if the next train() continues the run: after from_checkpoint, or an interruption
     """
 
     def __init__(self, loggers: object = None, callbacks: object = None, world: World = ALONE):
@@ -54,15 +54,15 @@ class TrainingRun:
         self.stop_reason: str | None = None
         self.about: Json = {}
         self.goes_on = False
-        self.settings = Settings()  # of torch, for every step
-        self.sources: Sources = {}  # of the present train(), as its number of rows
-        self.num_rows = 0
-        self._rows: PreparedRows | None = None  # of train(), while it runs
+        self.settings = Settings()  # torch's settings, applied at every step
+        self.sources: Sources = {}  # of the current train()
+        self.num_rows = 0  # of the current train()
+        self._rows: PreparedRows | None = None  # the dataset of train(), while it runs
 
     # ---- a step ----
 
     def step(self, trainer: "Trainer", work: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """See `Trainer.run_step`."""
+        """Run `work` as one training step and return the metrics; see `Trainer.run_step`."""
         start = time.perf_counter()
         state, phases = self.state, trainer.phases.anew()
         trainer.phases = phases
@@ -91,7 +91,7 @@ class TrainingRun:
         return metrics
 
     def _on_host(self, metrics: "Metrics", trainer: "Trainer") -> dict[str, float]:
-        """The metrics as numbers, in the one wait for the device that a step has; raises where an update was skipped."""
+        """Return the metrics as numbers; raise if an update was skipped. The only wait for the device in a step."""
         phases = trainer.phases
         metrics, skipped = gather_metrics(
             {**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, trainer.world
@@ -127,7 +127,7 @@ class TrainingRun:
         allow_changes: bool,
         progress: bool | None,
     ) -> History:
-        """See `Trainer.train`."""
+        """Train on a dataset and return the history; see `Trainer.train`."""
         config = trainer.config.run
         if resume and output_dir is None:
             raise ValueError(
@@ -144,7 +144,7 @@ class TrainingRun:
             self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
         self.history, self.stop_reason = History(), None
         loggers, callbacks = self.loggers, self.callbacks
-        # without eval_every: at the beginning and at the end
+        # without eval_every it evaluates before the first step and after the last
         every, evaluation = config.eval_every or sys.maxsize, None
         if eval_rows is not None:
             evaluation = EvaluationCallback(eval_rows, every, at_start=True)
@@ -167,7 +167,7 @@ class TrainingRun:
     def _begin(
         self, name: str, config: RunConfig, num_rows: int, num_steps: int | None, num_epochs: int | None
     ) -> None:
-        """Set where the run begins and ends. One that goes on keeps its beginning, its data's order and random numbers."""
+        """Set the run's first and last step. A run that continues keeps its first step, row order and generators."""
         state = self.state
         steps = config.num_steps if num_steps is None else num_steps
         epochs = config.num_epochs if num_epochs is None else num_epochs
@@ -226,29 +226,29 @@ class TrainingRun:
             )
 
     def _next_step(self, trainer: "Trainer", stream: Iterator[list[Any]], folder: RunFolder | None) -> dict[str, float]:
-        """Do a step on the next batch. One that fails, by a reward function say, costs the run nothing done before.
+        """Do a step on the next batch and return the metrics. If it fails, save the earlier steps and raise the error.
 
-        A checkpoint is written if the state is that of a whole step: either this one is done, or it has changed no weight
-        and data position and random numbers are put back. The error goes on, with a note of where the checkpoint is: this
-        one, or where the step may have changed weights, or other processes would have to write too, the newest there is.
+        A failed step that changed no weights is undone: data position and random generators are restored. Then a
+        checkpoint is written. None is written if weights may have changed, or with several processes, which would all
+        have to write it. The error gets a note that names the checkpoint to resume from.
         """
         state, rng = self.state, get_rng()
         step, updates, epoch, position = state.step, state.updates, state.epoch, state.position
         try:
-            batch = next(stream)  # only now: a batch that was taken counts as used in a checkpoint
+            batch = next(stream)  # inside the try: taking a batch advances the position in `state`
             return self.step(trainer, lambda: trainer.step_on(batch))
-        except Exception as error:  # not for Ctrl-C: a second one means at once
+        except Exception as error:  # not KeyboardInterrupt: a second Ctrl-C ends the run at once
             state = self.state
             halfway = state.step == step and state.updates != updates
             if state.step == step and not halfway:
                 state.epoch, state.position = epoch, position
                 set_rng(*rng)
-            if folder is not None and state.step:  # after the first step: before it there is nothing to go on from
+            if folder is not None and state.step:  # before the end of the first step there is nothing to save
                 folder.note_failure(trainer, error, halfway)
             raise
 
     def _ends(self, interruption: "Interruption") -> bool:
-        """Whether somebody wants the run to end after this step, in any of the processes."""
+        """Return whether any process has a stop reason or a signal to end the run."""
         if self.world.size > 1:
             wishes = self.world.gathered((self.stop_reason, interruption.signal))
             self.stop_reason = next((reason for reason, _ in wishes if reason), None)
@@ -256,20 +256,20 @@ class TrainingRun:
         return bool(self.stop_reason or interruption.signal)
 
     def _batches(self, rows: PreparedRows, config: RunConfig) -> Iterator[list[Any]]:
-        """Batches without end, from where the state stands. An epoch's order comes from (seed, epoch) alone."""
+        """Yield batches without end, from the state's position. An epoch's order depends only on (seed, epoch)."""
         state = self.state
         while True:
             order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
             while state.position < len(rows):
                 end = state.position + config.batch_size
-                following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # those of two steps at least
+                following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # of at least two steps
                 batch = rows.take(order[state.position : end], following)
                 state.position += len(batch)
                 yield batch
             state.epoch, state.position = state.epoch + 1, 0
 
     def upcoming(self, config: RunConfig) -> list[Any]:
-        """During a step of train(): the rows of the next one; none where there is no next."""
+        """Return the rows of the next step; [] outside train() and in its last step."""
         state, rows = self.state, self._rows
         if rows is None or state.step + 1 >= state.total_steps:
             return []
@@ -282,7 +282,10 @@ class TrainingRun:
 def _own_callbacks(
     config: RunConfig, evaluation: EvaluationCallback | None, folder: RunFolder | None, progress: bool | None
 ) -> tuple[list[Callback], list[Callback]]:
-    """train()'s own: the bar first, the checkpoint last, when every other callback's state is that of the step's end."""
+    """Return train()'s own callbacks, those to call before and those to call after the user's.
+
+    The checkpoint comes last, so that it has the states of all callbacks at the end of the step.
+    """
     before: list[Callback] = [] if progress is False else [ProgressBar(show=progress)]
     after: list[Callback] = [] if evaluation is None else [evaluation]
     if config.samples_every and (folder is not None or progress is not False):
@@ -294,7 +297,7 @@ def _own_callbacks(
 
 
 def _without_signal(steps: list[dict[str, object]]) -> str:
-    """Return what is said of a run that cannot have learned anything; nothing of any other run."""
+    """Return a warning if the run cannot have learned anything, else ""."""
     if not steps:
         return ""
     same = all(metrics.get(WITHOUT_SIGNAL) == 1 for metrics in steps)
@@ -312,7 +315,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence
 
 
 def checked_loggers(given: object) -> list[Any]:
-    """None, one or several as a list."""
+    """Return the loggers as a list, given none, one or several."""
     loggers = _as_list(given)
     for logger in loggers:
         if not callable(getattr(logger, "log", None)):
@@ -333,17 +336,18 @@ def _as_list(given: object) -> list[object]:
 
 
 class Interruption:
-    """While open, SIGINT and SIGTERM are remembered in `signal`, for the loop to end after its step.
+    """A context that stores SIGINT and SIGTERM in `signal`, so that the loop can end after its step.
 
-    A second one acts at once, as it would have without this. In a thread, where Python takes no signals, nothing changes.
-    torchrun also sends SIGTERM when another process has failed: then this one ends at once.
+    A second signal acts at once, as it would without this context. In a thread other than the main one nothing changes,
+    because Python handles signals in the main thread only. torchrun also sends SIGTERM when another process has failed;
+    this process then ends at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, is_told: bool = True) -> None:
         self.signal: int | None = None
-        self.is_told = is_told  # on the screen
+        self.is_told = is_told  # whether to print a message at the first signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
@@ -355,7 +359,7 @@ class Interruption:
         is_main = bool(self._before)
         self._restore()
         if error is not None and is_lost_process(error) and is_main:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which is on its way: first the error is told
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun will send one; print the error first
 
     def _remember(self, number: int, frame: object) -> None:
         raise_if_failed()
@@ -377,26 +381,26 @@ class Interruption:
 
 
 class Phases:
-    """Seconds by name of phase; a phase within another counts for the inner one only.
+    """The times of a step's phases, by name. Time in a nested phase counts for the inner phase only.
 
-    On a GPU they are read off the GPU's own course, by events in its stream, and nothing is waited for: a phase lasts
-    from the end of the GPU's work before it to the end of its own. Of what the host does meanwhile a phase has only
-    the part that keeps the GPU idle, so that here too the phases add up to the step.
+    On a GPU, times are measured with events in its stream, without waiting: a phase lasts from the end of the GPU work
+    before it to the end of its own. Host work counts only as far as it keeps the GPU idle, so the phases add up to the
+    step.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.failed: str | None = None  # the innermost phase an error came from
-        self.num_tokens = 0  # that the step has read
-        self.wanted_norm: torch.Tensor | None = None  # of a gradient that must not be 0
-        self.num_draws = 0  # how often the model drew its dropout
-        self.unfit: list[torch.Tensor] = []  # of its updates: 1 from the one on whose numbers are not finite
+        self.num_tokens = 0  # number of tokens in the step
+        self.wanted_norm: torch.Tensor | None = None  # norm of a gradient that must not be 0
+        self.num_draws = 0  # number of times dropout was seeded
+        self.unfit: list[torch.Tensor] = []  # one per update: 1 if it or an earlier one is not finite, else 0
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._spans: list[tuple[str, str | None, Any, Any]] = []  # name, the phase around it, begin, end
         self._open: list[str] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds within. Code of the user's within leaves torch's settings alone."""
+        """Measure the time of this context, and restore torch's settings at its end."""
         around = self._open[-1] if self._open else None
         self._open.append(name)
         begin = self._mark()
@@ -412,12 +416,12 @@ class Phases:
 
     @property
     def now(self) -> str:
-        """The innermost phase that is going on; nothing between them."""
+        """The name of the current innermost phase; "" between phases."""
         return self._open[-1] if self._open else ""
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By name. Waits for the GPU."""
+        """The seconds of each phase, by name. Reading it waits for the GPU."""
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
         found: dict[str, float] = {}
@@ -429,18 +433,21 @@ class Phases:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """time/<name> of every phase, and on a GPU the most memory so far."""
+        """Return time/<name> for every phase, and on a GPU the peak memory as `memory`."""
         found = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         return found if self._gpu is None else found | {"memory": float(torch.cuda.max_memory_allocated(self._gpu))}
 
     def note_unfit(self, value: torch.Tensor) -> torch.Tensor:
-        """1 if this value, or one before it in this step, is not finite, else 0; the device is not waited for."""
+        """Append to `unfit`, and return, 1 if this value or an earlier one in this step is not finite, else 0.
+
+        The result stays on the device.
+        """
         unfit = (~value.isfinite()).float()
         self.unfit.append(torch.maximum(self.unfit[-1], unfit) if self.unfit else unfit)
         return self.unfit[-1]
 
     def anew(self) -> "Phases":
-        """For the next step, on the same device."""
+        """Return empty phases for the next step, on the same device."""
         return Phases(self._gpu)
 
     def _mark(self) -> Any:
@@ -459,7 +466,7 @@ def not_finite(found: "Metrics", step: int) -> FloatingPointError:
 
 
 def no_gradient(step: int) -> RuntimeError:
-    """Return the error of an update that cannot change anything although it should."""
+    """Return the error for a gradient of exactly 0 although an advantage is not 0."""
     return RuntimeError(
         "the gradient must not be exactly 0 for all parameters while an advantage is not 0: the model's forward may run "
         "without gradients (no_grad, detach), or give every token it sampled the probability 1; the weights are those of "
@@ -469,11 +476,11 @@ def no_gradient(step: int) -> RuntimeError:
 
 # ---- metrics of several processes ----
 
-Metrics: TypeAlias = Json  # by name: numbers, tensors, and the kinds below, which `gather_metrics` makes numbers of
+Metrics: TypeAlias = Json  # by name: numbers, tensors, and the classes below, which `gather_metrics` reduces to numbers
 
 
 class Mean(NamedTuple):
-    """Σ total / Σ number over the processes; left out where the number is 0."""
+    """A mean over the processes: Σ total / Σ number; left out if Σ number is 0."""
 
     total: Any
     number: float
@@ -491,7 +498,7 @@ KINDS = (Mean, Sum, Largest)
 
 
 def on_host(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return numbers, each a tensor of one element, as floats. The device is waited for once and not for every one."""
+    """Return one-element tensors as floats, with a single wait for the device."""
     if not values:
         return []
     return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
@@ -500,9 +507,10 @@ def on_host(values: Sequence[torch.Tensor]) -> list[float]:
 def gather_metrics(
     metrics: Mapping[str, object], extra: list[torch.Tensor], world: World
 ) -> tuple[dict[str, float], list[float]]:
-    """The metrics of all processes as numbers, and the host's copy of `extra`, in one wait for the device.
+    """Return the metrics of all processes as numbers, and `extra` as floats, with a single wait for the device.
 
-    A plain number or tensor is the same in every process already, or what counts where no process has a Mean.
+    A plain number or tensor is the same in every process. It is ignored if another process has a Mean, Sum or Largest
+    of that name.
     """
     flat = {(name, i): value for name, metric in metrics.items() for i, value in enumerate(_values(metric))}
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}

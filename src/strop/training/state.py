@@ -1,4 +1,4 @@
-"""What a run remembers: where it stands, what it measured, and the states of its random generators."""
+"""The state of a run: its position, its measured metrics, and the states of its random generators."""
 
 import contextlib
 import json
@@ -16,15 +16,15 @@ from strop.distributed import world
 
 @dataclass
 class TrainState:
-    """Where a run stands; all of it goes into a checkpoint.
+    """The position of a run in its steps and data; all of it is written to checkpoints.
 
     step          training steps done
-    updates       optimiser steps done, of which a training step may have several
+    updates       optimiser steps done; a training step may have several
     epoch         passes over the dataset completed
-    position      rows of the present epoch already used
-    num_rows      of the dataset, whose order position and epoch refer to
-    first_step    the step this run of train() began at, where the schedule begins
-    total_steps   the step at which it ends, with the schedule; 0 if unknown
+    position      rows of the current epoch already used
+    num_rows      number of rows in the dataset
+    first_step    step at which this train() and its learning-rate schedule began
+    total_steps   step at which train() and the schedule end; 0 if unknown
     seconds       time spent training, over all resumptions
     """
 
@@ -42,13 +42,13 @@ class TrainState:
         return asdict(self)
 
 
-# the metrics that `history` shows by itself
+# the metrics that a History shows by default
 SHOWN = ("loss", "reward/mean", "preference/accuracy", "kl", "eval/loss", "eval/accuracy", "eval/reward/mean")
 
 
 @dataclass(repr=False)
 class History:
-    """What `train` returns. `steps` and `evaluations` hold the metrics, each with its "step"."""
+    """The result of `train`. `steps` and `evaluations` hold the metrics, each with its "step"."""
 
     steps: list[Json] = field(default_factory=list)
     evaluations: list[Json] = field(default_factory=list)
@@ -58,7 +58,7 @@ class History:
     checkpoint: str | None = None
 
     def values(self, metric: str) -> list[float]:
-        """One metric over the steps that have it."""
+        """Return the values of a metric, from all steps and evaluations that have it."""
         return [metrics[metric] for metrics in (*self.steps, *self.evaluations) if metric in metrics]
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class History:
         return f"History({', '.join([*counts, *shown, *(['interrupted'] if self.interrupted else [])])})"
 
     def plot(self, *metrics: str) -> Any:
-        """Draw these metrics by step, those of SHOWN if none is named, and return matplotlib's figure."""
+        """Plot these metrics (by default those in SHOWN) against the step; return the matplotlib figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -101,7 +101,7 @@ class History:
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed all global generators. torch's, CUDA's too, differ from process to process, as the rows dropout falls on do."""
+    """Seed all global generators. torch's seed includes the rank: each process applies dropout to other rows."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed + rank)
@@ -111,7 +111,7 @@ GLOBAL = random, np.random, torch.default_generator  # the generators a run draw
 
 
 def get_rng(generators: tuple[Any, Any, Any] = GLOBAL) -> State:
-    """Return the states of Python's, NumPy's, torch's and CUDA's global generators: tensors, and JSON values."""
+    """Return the states of Python's, NumPy's, torch's and CUDA's global generators, as tensors and JSON values."""
     python, numpy, generator = generators
     version, words, gauss = python.getstate()
     name, keys, position, has_gauss, cached = numpy.get_state()
@@ -124,7 +124,7 @@ def get_rng(generators: tuple[Any, Any, Any] = GLOBAL) -> State:
 
 
 def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
-    """Raise a ValueError unless new generators take these states and give them back as they are."""
+    """Raise a ValueError unless new generators accept these states and return them unchanged."""
     cuda = {f"cuda/{i}" for i in range(len(tensors))}
     if not {"torch", "numpy"} <= tensors.keys() <= {"torch", "numpy"} | cuda:
         raise ValueError(f"rng must hold the states of torch, numpy and cuda/0 …, found {sorted(tensors)!r:.80}")
@@ -135,7 +135,7 @@ def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
     try:
         set_rng(tensors, values, trial)
         given, taken = (tensors, values), get_rng(trial)
-    except Exception as error:  # of every kind, for the values may be anything
+    except Exception as error:  # any error is possible, because the values may be anything
         told = " ".join(str(error).split())
         raise ValueError(
             f"rng must hold states that the generators take: {type(error).__name__}: {told:.200}"
@@ -148,7 +148,7 @@ def check_rng(tensors: dict[str, torch.Tensor], values: Json) -> None:
 
 
 def set_rng(tensors: dict[str, torch.Tensor], values: Json, generators: tuple[Any, Any, Any] = GLOBAL) -> None:
-    """Put the generators into the states `get_rng` gave."""
+    """Set the generators to states that `get_rng` returned."""
     python, numpy, generator = generators
     version, words, gauss = values["python"]
     python.setstate((version, tuple(words), gauss))
@@ -164,7 +164,7 @@ def set_rng(tensors: dict[str, torch.Tensor], values: Json, generators: tuple[An
 
 @contextlib.contextmanager
 def rng_kept() -> Iterator[None]:
-    """Leave the global generators as they were, whatever happens within."""
+    """Restore the states of the global generators on exit."""
     tensors, values = get_rng()
     try:
         yield

@@ -1,6 +1,6 @@
-"""`Trainer`: models, optimiser, one step. The run it is in, with its loop and its folder, is in `run.py`.
+"""`Trainer`: the models, the optimiser and one training step. The training loop and its folder are in `run.py`.
 
-An algorithm says how rows become a batch and which loss that has:
+An algorithm defines how rows become a batch, and the loss of that batch:
 
     class MyAlgorithm(Trainer):
         Config = MyConfig                                    # a TrainerConfig
@@ -62,33 +62,34 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
-LEAN_TOKENS = 4  # times micro_batch_tokens, where a token takes a fraction of the memory: see `models.layers`
-USERS_PHASES = ("reward",)  # functions of the user's run in them, with all of torch's threads
-DROPOUT_PHASES = ("score", "forward")  # in which the model may draw
+LEAN_TOKENS = 4  # factor on micro_batch_tokens where a token needs a fraction of the memory: see `models.layers`
+USERS_PHASES = ("reward",)  # phases that run the user's functions, with all of torch's threads
+DROPOUT_PHASES = ("score", "forward")  # phases in which the model may apply dropout
 
 
 class Update(Metrics):
-    """The metrics of an optimiser step, numbers or tensors; `parts` is what its loss functions returned, one each."""
+    """The metrics of an optimiser step, numbers or tensors; `parts` holds the result of each loss function."""
 
     parts: list[Any]
 
 
 class Trainer:
-    """The base of the algorithms.
+    """The base class of the algorithms.
 
     model       a causal LM of transformers (also with peft adapters), strop's MoE, a module that returns logits, or a name
-                as `strop.models.load_model` takes it
-    ref_model   the frozen reference; a copy of the model (or the base below its adapters) if not given
-    device      "cpu", "cuda", "cuda:1", "mps", "xpu"; None loads a name onto CUDA where there is one, and leaves a module where it is
-    config      the algorithm's Config; **options change single fields of it, flat: learning_rate=1e-4
+                for `strop.models.load_model`
+    ref_model   the frozen reference; by default a copy of the model (or the base below its adapters)
+    device      "cpu", "cuda", "cuda:1", "mps", "xpu"; None loads a named model onto CUDA if available, and does not
+                move a module
+    config      the algorithm's Config; **options change single fields of it by name: learning_rate=1e-4
     logger      one logger or several
     callbacks   one object of strop.callbacks or several
-    optimizer   a name, as the option of the config has it, or a function that makes an optimiser of parameter groups
+    optimizer   a name, as in the config, or a function that takes parameter groups and returns an optimiser
     """
 
     Config: ClassVar[type[TrainerConfig]] = TrainerConfig
-    any_format = False  # whether a dataset's rows may have any columns
-    # which formats a dataset's rows may have; where they are given, `prepare` gets parts of a large dataset
+    any_format = False  # True if a dataset's rows may have any columns
+    # the formats a dataset's rows may have; if set, `prepare` is called with parts of a large dataset
     formats: ClassVar[tuple[str, ...]] = ()
     scores: ClassVar[bool] = False  # the model is a sequence classifier with one label
 
@@ -118,7 +119,7 @@ class Trainer:
         if device is None and self.world.device is not None:
             device = self.world.device
         if isinstance(model, (str, Path)):
-            # in float32, whatever the files hold: bfloat16 weights lose small updates; below an adapter they may stay
+            # train in float32: bfloat16 weights lose small updates. Frozen weights below an adapter keep their dtype
             dtype = None if self.config.lora is not None else torch.float32
             model, loaded = load_model(
                 model, dtype=dtype, device=device, scores=self.scores, tokenizer=tokenizer,
@@ -131,16 +132,16 @@ class Trainer:
             given.to(device)
         self.policy = read_as(prepared_model(given, self.config.run, self.config.lora, self.config.quantize), tokenizer)
         self.tokenizer = self.policy.tokenizer
-        self.module: torch.nn.Module = unwrapped(self.policy.model)  # without what torch.compile put around it
+        self.module: torch.nn.Module = unwrapped(self.policy.model)  # without the wrapper of torch.compile
         check_precision(self.module)
         self.world.make_same(self.module)
         self.run = TrainingRun(logger, callbacks, self.world)
-        self.phases = Phases(self.policy.device)  # of the present step
-        self.sum_dtype = widest(self.policy.device)  # of metrics' sums over tokens
-        self.samples: list[Json] = []  # of the last step: {"prompt", "completion", "reward", …}
+        self.phases = Phases(self.policy.device)  # of the current step
+        self.sum_dtype = widest(self.policy.device)  # dtype of sums over tokens in metrics
+        self.samples: list[Json] = []  # samples of the last step: {"prompt", "completion", "reward", …}
         self.reference: Any = None
-        self.environments: list[Any] = []  # and tools of the user: a resumed run asks whether they are the same
-        self.doing = ""  # besides steps: "evaluating", "saving"
+        self.environments: list[Any] = []  # the user's environments and tools, for `sources_of`
+        self.doing = ""  # "evaluating" or "saving", else ""
         self.setup(ref_model)
         if self.config.run.shard == "full":
             self._shard()
@@ -154,49 +155,50 @@ class Trainer:
     # ---- for subclasses ----
 
     def setup(self, ref_model: object) -> None:
-        """Called by the constructor when the policy is there: `self.reference = self.policy.reference(ref_model)`, or as
-        here none."""
+        """Set up what the algorithm needs, such as `self.reference = self.policy.reference(ref_model)`; here nothing.
+
+        The constructor calls it once the policy exists.
+        """
         if ref_model is not None:
             raise ValueError(
                 f"ref_model must be None, found a {type(ref_model).__name__}: {self.name} has no reference"
             )
 
     def prepare(self, rows: Sequence[object], name: str = "dataset") -> Sequence[Any]:
-        """Return a dataset's rows, checked, in the form `step_on` takes.
+        """Return a dataset's rows, checked and in the form that `step_on` takes.
 
-        train() calls it once with all rows, before step 1. If the class says which `formats` it takes, it is called with
-        parts of a large dataset instead, ahead of the steps that need them and perhaps in a thread.
+        train() calls it once with all rows, before step 1. If the class sets `formats`, it is called with parts of a
+        large dataset instead, shortly before the steps that need them and possibly in a thread.
         """
         return rows
 
     def check_columns(self, rows: Sequence[object], name: str) -> None:
-        """Raise if a row of the dataset lacks a column or has a wrong value: a quick pass over all rows before step 1."""
+        """Raise if a row lacks a column or has an invalid value. This quick check of all rows runs before step 1."""
         check_rows(rows, self.formats, where=name, what=self.name)
 
     def step_on(self, rows: list[object]) -> dict[str, float]:
-        """Train on these rows of the dataset; returns the metrics."""
+        """Train on these rows of the dataset and return the metrics."""
         raise NotImplementedError(f"{self.name} has no step_on")
 
     def evaluate_on(self, rows: list[object]) -> dict[str, float]:
-        """Metrics of these rows, without training."""
+        """Return the metrics of these rows, without training on them."""
         raise NotImplementedError(f"{self.name} has no evaluate_on")
 
     def extra_state(self) -> State:
-        """An algorithm's own state for the checkpoint: tensors by name, and plain JSON values."""
+        """Return the algorithm's own state for checkpoints: tensors by name, and plain JSON values."""
         return {}, {}
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
-        """Take back what `extra_state` gave."""
+        """Restore a state that `extra_state` returned."""
 
     def update(self, losses: Iterable[Callable[[], Any]], *, has_signal: bool = False) -> Update:
-        """Do one optimiser step on the sum of the losses, each made by its function just before its backward.
+        """Do one optimiser step on the sum of the losses. Each function is called just before the backward of its loss.
 
-        has_signal   there is something to learn from (an advantage that is not 0), so that a gradient of exactly 0 is an
-                     error: of the model's forward, or of a setting of torch's
+        has_signal   there is something to learn (an advantage that is not 0), so a gradient of exactly 0 is an error
 
-        A function returns the loss, or a tuple with the loss first, as those of strop.losses do. What is not finite never
-        reaches the weights. On a GPU the optimiser is told so there, and the step's end, which waits for the device anyway,
-        raises; until then loss and norm are tensors.
+        A function returns the loss, or a tuple with the loss first, as those of strop.losses do. If the loss or the
+        gradient norm is not finite, the weights are not changed. On a GPU the optimiser's kernel skips the update, and
+        `run_step` raises at its end, where it waits for the device anyway. Until then loss and norm are tensors.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts, values, losses = [], [], list(losses)
@@ -207,7 +209,7 @@ class Trainer:
                 parts.append(loss_of())
             loss = parts[-1][0] if isinstance(parts[-1], tuple) else parts[-1]
             with self.phase("backward"):
-                if loss.requires_grad:  # else nothing of this part counts, as when every token is masked
+                if loss.requires_grad:  # False if every token of this part is masked
                     loss.backward()
             values.append(loss.detach())
         with self.phase("update"):
@@ -226,7 +228,7 @@ class Trainer:
             if can_skip(self.optimizer):
                 unfit = loss + grad_norm
                 if has_signal:
-                    self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is not finite
+                    self.phases.wanted_norm, unfit = grad_norm, unfit / (grad_norm != 0)  # x/0 is inf or NaN
                 self.optimizer.found_inf = self.phases.note_unfit(unfit)  # type: ignore[attr-defined]
             else:
                 update.update(zip(update, on_host([*update.values()]), strict=True))
@@ -235,19 +237,19 @@ class Trainer:
                 if has_signal and not update["grad_norm"]:
                     raise no_gradient(self.state.step)
             learning_rate = self.set_learning_rate(self.optimizer, self.config.optim)
-            self.state.updates += 1  # before it: one that fails halfway has changed weights
+            self.state.updates += 1  # counted before the step: one that fails halfway may have changed weights
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)  # a rollout that follows has their memory
+            self.optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the next rollout
         update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
     def run_step(self, work: Callable[[], Metrics]) -> dict[str, float]:
-        """Do `work` as one training step: events, phase times, tokens per second, loggers."""
+        """Run `work` as one training step, with events, phase times and loggers; return the metrics."""
         return self.run.step(self, work)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds within as the metric time/<name>. Code of the user's within leaves torch's settings alone."""
+        """Measure the time of this context as the metric time/<name>, and restore torch's settings at its end."""
         alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             if self.config.run.dropout and name in DROPOUT_PHASES:
@@ -258,7 +260,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
-        """Draw dropout from (seed, step, rank, number), whatever the user's functions did to torch's generators."""
+        """Seed dropout in this context from (seed, step, rank, number), so that user code cannot affect it."""
         self.phases.num_draws += 1
         device = self.policy.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -266,19 +268,19 @@ class Trainer:
             yield
 
     def seed_of(self, *parts: object) -> int:
-        """A seed from the run's, the step and whatever else: a resumed run draws what the other would have."""
+        """Return a seed derived from the run's seed and these parts, so that a resumed run draws the same numbers."""
         return random.Random("/".join(map(str, (self.config.run.seed, *parts)))).getrandbits(62)
 
     def share(self, num_rows: int) -> range:
-        """Which of a batch's rows this process takes; alone all of them."""
+        """Return the indices of the batch's rows that this process takes: all of them without other processes."""
         return range(num_rows) if self.world.size == 1 else self.world.share(num_rows)
 
     def of_all(self, items: list[Row]) -> list[Row]:
-        """The items of all processes, in the order of the batch's rows."""
+        """Return the items of all processes, in the order of the batch's rows."""
         return items if self.world.size == 1 else self.world.concat(items)
 
     def count_tokens(self, num_tokens: int) -> None:
-        """So many more tokens in this step; gives tokens_per_second."""
+        """Add to the number of tokens in this step, from which tokens_per_second is computed."""
         self.phases.num_tokens += int(num_tokens)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -287,23 +289,26 @@ class Trainer:
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
     def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, lean: bool = False) -> list[list[Row]]:
-        """The rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
+        """Return the rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
 
-        lengths   tokens of each row; of a pair those of both its completions
-        lean      nothing is kept for a backward, so that more tokens have room
+        lengths   number of tokens of each row; for a pair, of both completions together
+        lean      no backward follows, so a part may have LEAN_TOKENS times as many tokens
         """
         run = self.config.run
         num_tokens = run.micro_batch_tokens * (LEAN_TOKENS if lean or self.policy.fuses else 1)
         return self._as_many(split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads))
 
     def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
-        """The rows of a dataset, however many, in parts no larger than training has them."""
+        """Return the rows of a dataset in parts that are no larger than those of training."""
         run = self.config.run
         size = run.micro_batch_size or run.batch_size
         return self._as_many(split(rows, lengths, size, run.micro_batch_tokens, padded=self.policy.pads))
 
     def _as_many(self, parts: list[list[Row]]) -> list[list[Row]]:
-        """With empty parts until there are as many as in every other process, where a forward needs all of them."""
+        """Return the parts, filled up with empty ones to the largest number in any process.
+
+        With sharded weights every forward needs all processes.
+        """
         if self.policy.shards is None:
             return parts
         return parts + [[] for _ in range(max(self.world.gathered(len(parts))) - len(parts))]
@@ -316,12 +321,12 @@ class Trainer:
 
     @property
     def functions(self) -> list[Any]:
-        """The user's functions it calls: rewards, preferences."""
+        """The user's functions that this trainer calls: rewards, preferences."""
         return []
 
     @property
     def reference_model(self) -> torch.nn.Module | None:
-        """The reference's own weights; None without a reference, or where it is the base below the adapter."""
+        """The reference's own module; None if there is no reference, or if it is the base below the adapter."""
         return None if self.reference is None else self.reference.model
 
     def train(
@@ -338,19 +343,20 @@ class Trainer:
         progress: bool | None = None,
         **unknown: Any,
     ) -> History:
-        """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name as `load_rows` takes them.
+        """Train on a dataset: a list of dicts, a `datasets.Dataset`, or a file or name that `load_rows` accepts.
 
         A new run seeds the global random generators with config.run.seed. After from_checkpoint, or after an
-        interruption, training continues where it was. Ctrl-C and SIGTERM end it after the current step, with a checkpoint.
+        interruption, training continues where it stopped. Ctrl-C and SIGTERM end it after the current step, with a
+        checkpoint if there is an output_dir.
 
-        num_steps, num_epochs   when to end, instead of the config's
+        num_steps, num_epochs   when to end, instead of the config's values
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  continue from the newest checkpoint in output_dir, or begin if there is none
-        overwrite               remove a run that is in output_dir first, and nothing else there
-        allow_changes           with resume=True: go on although reward functions, environment, chat template or rows
+        overwrite               first remove the files of an earlier run in output_dir, and nothing else
+        allow_changes           with resume=True: continue although reward functions, environment, chat template or rows
                                 have changed since the run began
         progress                True shows a progress bar and tables of samples, False nothing; None shows them on a
-                                terminal, and elsewhere a line now and then
+                                terminal, and otherwise writes a line now and then
         """
         for name in unknown:
             raise TypeError(self._not_of_train(name))
@@ -362,17 +368,17 @@ class Trainer:
             None if output_dir is None else Path(os.path.abspath(output_dir))
         )  # a function may change the directory
         if overwrite and output is not None:
-            dataset = self.prepared(dataset)  # first: one with a mistake in it costs no run
+            dataset = self.prepared(dataset)  # check the dataset before the old run is removed
             self.world.from_first(lambda: remove_run(output))
         return self.run.train(
             self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
         )
 
     def prepared(self, dataset: object, name: str = "dataset") -> PreparedRows:
-        """Return a dataset's rows for train() and evaluate(), loaded and checked; they do not do so again.
+        """Return a dataset's rows, loaded and checked, so that train() and evaluate() need not do it again.
 
-        Up to 1,000 rows are tokenised here. Of more, only the columns are checked here: rows are tokenised in a thread
-        shortly before the step that needs them.
+        A dataset of up to 1,000 rows is tokenised here. For a larger one only the columns are checked here, and rows
+        are tokenised in a thread shortly before the step that needs them.
         """
         return prepared(
             dataset,
@@ -384,7 +390,7 @@ class Trainer:
         )
 
     def evaluate(self, dataset: object) -> dict[str, float]:
-        """Metrics of a dataset, as eval/<metric>. Changes neither weights nor random numbers."""
+        """Return the metrics of a dataset, as eval/<metric>. Weights and random generators are not changed."""
         rows = list(self.prepared(dataset, "eval_dataset"))
         with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
@@ -394,9 +400,9 @@ class Trainer:
         return {f"eval/{name}": float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path, *, base: bool = True) -> None:
-        """Write everything needed to continue into one file, atomically; several processes together write a folder.
+        """Write a checkpoint with everything needed to continue: a file, or with several processes a folder. Atomic.
 
-        base   False leaves out the frozen weights of a model with adapters; from_checkpoint then needs them as model=
+        base   False leaves out the frozen weights below adapters; from_checkpoint(path, model=…) must then provide them
         """
         with self._doing("saving"):
             checkpoint.save(self, path, self.extra_state(), base)
@@ -404,7 +410,7 @@ class Trainer:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, model: Any = None, ref_model: Any = None, **arguments: Any) -> Self:
-        """The trainer as it was saved. Plain modules and functions (reward_fn, logger, …) have to be passed in again."""
+        """Return the trainer as it was saved. Plain modules and functions (reward_fn, …) must be passed in again."""
         saved = checkpoint.load(path, cls)
         if "env_id" in arguments:
             del arguments["env_id"]
@@ -414,13 +420,13 @@ class Trainer:
         return trainer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model and tokenizer as `AutoModelForCausalLM.from_pretrained` reads them; adapters are merged in."""
+        """Write model and tokenizer for `AutoModelForCausalLM.from_pretrained`, with adapters merged in."""
         checkpoint.save_pretrained(self, folder)
 
     def push_to_hub(self, repo_id: str, *, private: bool = True, folder: str | Path | None = None) -> str:
-        """Upload the model to the Hub, with the user's own login; its address.
+        """Upload the model to the Hub, with the user's login, and return its address.
 
-        folder   what to upload, such as the final/ of a run with its model card; None uploads what `save_pretrained` writes
+        folder   the folder to upload, such as final/ of a run with its model card; None writes and uploads the model
         """
         try:
             from huggingface_hub import HfApi
@@ -463,7 +469,7 @@ class Trainer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next train() continues the run; False begins a new one with the weights as they are."""
+        """True if the next train() continues the run; False begins a new run with the current weights."""
         return self.run.goes_on
 
     @goes_on.setter
@@ -471,15 +477,15 @@ class Trainer:
         self.run.goes_on = goes_on
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Give metrics to every logger. A logger that fails stops the run."""
+        """Pass metrics to every logger. An error in a logger stops the run."""
         self.run.log(metrics)
 
     def fire(self, event: str, *arguments: object) -> None:
-        """Call every callback's method of this name."""
+        """Call the method of this name on every callback."""
         self.run.fire(self, event, *arguments)
 
     def stop(self, reason: str) -> None:
-        """End train() after the present step."""
+        """End train() after the current step."""
         self.run.stop_reason = reason
 
     # ---- inside ----
@@ -514,10 +520,10 @@ class Trainer:
         return f"train has no argument {name!r}" + (f"; {hint}" if hint else "")
 
     def __getattr__(self, name: str) -> Any:
-        """Raise the error for an attribute that is not there, with a hint where it is one of TRL's trainers."""
+        """Raise the AttributeError for a missing attribute, with a hint if TRL's trainers have it."""
         if name in _trl.METHODS:
             raise AttributeError(f"{type(self).__name__} has no {name}; {_trl.METHODS[name]}")
-        return object.__getattribute__(self, name)  # raises again, also what a property of this name raised
+        return object.__getattribute__(self, name)  # raises again, including an error from a property of this name
 
     def _shard(self) -> None:
         if not self.world.launched:
@@ -528,7 +534,7 @@ class Trainer:
             self.reference.policy.shard(dtype)
 
     def set_learning_rate(self, optimizer: torch.optim.Optimizer, optim: OptimConfig) -> float:
-        """That of the present step, into every group."""
+        """Set the current step's learning rate in every parameter group, and return it."""
         state = self.state
         total_steps = (state.total_steps or self.config.run.num_steps) - state.first_step
         learning_rate = learning_rate_at(state.step - state.first_step, total_steps, optim)
@@ -543,9 +549,9 @@ class Trainer:
 def make_optimizer(
     module: torch.nn.Module, config: OptimConfig, make: MakeOptimizer | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimiser that the config names, or what `make` makes of the parameter groups.
+    """Return the optimiser that the config names, or the one that `make` returns for the parameter groups.
 
-    The schedule sets the learning rate of either. Norms and biases (parameters of fewer than two dimensions) have no weight
+    The schedule sets the learning rate of both. Parameters of fewer than two dimensions (norms, biases) get no weight
     decay.
     """
     params = [param for param in module.parameters() if param.requires_grad]
@@ -571,16 +577,16 @@ def make_optimizer(
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimiser's kernel leaves everything as it is where `found_inf` on the device is 1, as AMP has it do."""
+    """Return whether the optimiser's kernel skips the update if `found_inf` on the device is 1, as AMP uses it."""
     on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
     return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
 
 def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The learning rate of step `step`, counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
     warm-up:  lr·(step + 1)/warmup_steps
-    then, with p the share of the remaining steps that is done:
+    then, with p the fraction of the remaining steps that are done:
     linear    min + (lr − min)·(1 − p)          cosine    min + (lr − min)·(1 + cos πp)/2
     """
     if step < config.warmup_steps:
