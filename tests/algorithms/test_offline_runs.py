@@ -11,6 +11,10 @@ import pytest
 import torch
 
 RECORDED = Path(__file__).with_suffix(".json")
+ALLOWED = {
+    "rel": 2e-6,
+    "abs": 1e-6,
+}  # transformers computes the angles of rotary positions in float32: by the CPU's cosine
 WORDS = ["ab", "cab", "dad", "abcd", "2+2=4", "bad cab", "ha", "fed", "cd. ab", "gab!"]
 
 
@@ -100,15 +104,15 @@ def run(name):
 
 @pytest.mark.parametrize("name", trainers())
 def test_a_recorded_run_is_repeated(name):
-    recorded, found = json.loads(RECORDED.read_text())[name], run(name)
+    recorded, found = json.loads(RECORDED.read_text(encoding="utf-8"))[name], run(name)
     assert len(found["steps"]) == 3
     assert len(found["evals"]) >= 2
     for part in ("steps", "evals"):
         for step, wanted in zip(found[part], recorded[part], strict=True):
             assert step.keys() == wanted.keys()
-            assert step == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+            assert step == pytest.approx(wanted, **ALLOWED)
     for key, wanted in recorded["weights"].items():
-        assert found["weights"][key] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        assert found["weights"][key] == pytest.approx(wanted, **ALLOWED)
 
 
 if __name__ == "__main__":

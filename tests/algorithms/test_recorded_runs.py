@@ -10,7 +10,10 @@ RECORDED = json.loads(PATH.read_text(encoding="utf-8"))
 
 
 def check_same(found, wanted, where):
-    """Equal, but for numbers, which may differ by 1e-9: they go through a BLAS."""
+    """Equal, but for numbers, which may differ by 2e-6: rotary positions go through the CPU's cosine in float32.
+
+    AdamW divides gradients by their size, which makes of an error in a small gradient one in a weight: 1e-4.
+    """
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         for key in wanted:
@@ -20,7 +23,8 @@ def check_same(found, wanted, where):
         for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
             check_same(one, other, f"{where}/{i}")
     elif isinstance(wanted, float):
-        assert math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9), (where, found, wanted)
+        allowed = 1e-4 if "/weights/" in where else 2e-6
+        assert math.isclose(found, wanted, rel_tol=allowed, abs_tol=allowed), (where, found, wanted)
     else:
         assert found == wanted, where
 
@@ -35,7 +39,7 @@ def test_every_recorded_run_is_run():
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted"), [({"a": [1.0]}, {"a": [1.0 + 1e-8]}), ([1], [2]), ({"a": 1}, {}), ([], [0.0])]
+    ("found", "wanted"), [({"a": [1.0]}, {"a": [1.0 + 1e-5]}), ([1], [2]), ({"a": 1}, {}), ([], [0.0])]
 )
 def test_the_comparison_can_fail(found, wanted):
     with pytest.raises(AssertionError):

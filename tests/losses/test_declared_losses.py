@@ -69,7 +69,7 @@ def test_weights_by_hand(loss_type):
 
 @every_loss
 def test_page_lists_the_loss(loss_type):
-    assert f"`{loss_type}`" in PAGE.read_text()
+    assert f"`{loss_type}`" in PAGE.read_text(encoding="utf-8")
 
 
 def test_a_new_loss_is_one_entry(monkeypatch):
