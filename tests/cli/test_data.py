@@ -47,6 +47,12 @@ def test_what_a_chat_template_opens_for_generation_alone_is_told(check, tmp_path
     code, out = check("rows.jsonl", "--tokenizer", "thinking")
     assert code == 0
     assert "the chat template opens 'abc' for a model that generates" in out
+    refusing = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
+    hugging_face(template=refusing + template).save_pretrained(tmp_path / "refusing")
+    write("rows.jsonl", [{"messages": [{"role": "system", "content": "x"}, *messages]}])
+    code, out = check("rows.jsonl", "--tokenizer", "refusing")
+    assert "for a model that generates" not in out
+    assert "Traceback" not in out
     write("rows.jsonl", [{"prompt": "b", "completion": "a"}])
     assert "for a model that generates" not in check("rows.jsonl", "--tokenizer", "thinking")[1]
 

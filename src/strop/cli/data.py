@@ -215,10 +215,13 @@ def _tell(console: Console, found: Findings) -> None:
 def _tell_opening(console: Console, tokenizer: Tokenizer | None) -> None:
     from strop.data.templates import opened_beyond
 
-    if opening := opened_beyond(tokenizer):
+    opening = ""
+    with contextlib.suppress(Exception):  # a template may refuse these plain messages, though it takes the rows
+        opening = opened_beyond(tokenizer)
+    if opening:
         console.print(
-            f"the chat template opens {opening!r} for a model that generates: so GRPO and environments read it; SFT, DPO and "
-            f"KTO train on conversations as the template writes them",
+            f"the chat template opens {opening!r} for a model that generates. GRPO and environments read it so; SFT, DPO and "
+            f"KTO train on conversations as the template writes them.",
             style="yellow",
             markup=False,
         )

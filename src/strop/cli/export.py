@@ -29,7 +29,7 @@ def export(
     path = Path(output).expanduser() if output else (folder if folder.is_dir() else Path()) / f"model-{gguf}.gguf"
     from strop.models.gguf import export_gguf
     from strop.models.loading import load_model
-    from strop.models.quantized import merged_copy
+    from strop.models.quantized import merge_adapters
     from strop.training.folder import final_model
 
     quantize = None
@@ -37,5 +37,5 @@ def export(
         quantize = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"].get("quantize")
         run = str(final_model(folder))
     model, tokenizer = load_model(run, device="cpu", quantize=quantize)
-    export_gguf(merged_copy(model), tokenizer, path, gguf)
+    export_gguf(merge_adapters(model), tokenizer, path, gguf)
     print(f"wrote {path} ({path.stat().st_size / 1e6:,.0f} MB)", file=sys.stderr)

@@ -39,7 +39,7 @@ def export_gguf(model: Any, tokenizer: Tokenizer | None, path: Path, kind: str) 
     architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
     with _replacing(path) as new:
-        writer = gguf.GGUFWriter(new, architecture)
+        writer = gguf.GGUFWriter(new, architecture, use_temp_file=True)  # tensors wait on disk, not in memory
         _add_config(writer, config, kind)
         _add_tokenizer(writer, tokenizer, config.vocab_size)
         tied = config.tie_word_embeddings

@@ -9,7 +9,6 @@ int8   W[o, i] ≈ q[o, i] · s[o], with s[o] = max|W[o]| / 127 (8 bits a weight
 Shapes: O outputs of a layer, I inputs of it.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -150,16 +149,13 @@ def dequantize_and_merge(model: Any) -> None:
         model.set_submodule(name, plain)
 
 
-def merged_copy(model: Any) -> Any:
-    """Return a copy of a model with all adapters merged; a quantised base is dequantised first."""
-    model = copy.deepcopy(model)
+def merge_adapters(model: Any) -> Any:
+    """Return the model with all adapters merged in, changed in place; a quantised base is dequantised first."""
     if quantization_of(model) is not None:
         dequantize_and_merge(model)
     if is_peft(model):
         return model.merge_and_unload()
-    for name, module in list(
-        model.named_modules()
-    ):  # transformers loads an adapter's folder as the base model with adapter layers
+    for name, module in list(model.named_modules()):  # transformers puts adapter layers into the base model itself
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             module.merge()
             model.set_submodule(name, module.get_base_layer())

@@ -4,6 +4,7 @@ llguidance computes the allowed tokens. A row with a grammar draws one token per
 again for it, without a cache. JSON mode is therefore for short replies.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -34,17 +35,11 @@ class Grammars:
 
         self.vocab_size = vocab_size or len(tokenizer)  # type: ignore[arg-type]
         self._tokens: Any = from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_ids) or None)  # type: ignore[arg-type]
-
-        self._made: dict[str, Grammar] = {}
+        self._made = functools.lru_cache(maxsize=MOST_KEPT)(lambda schema: Grammar(self, json.loads(schema)))
 
     def of_schema(self, schema: Json) -> "Grammar":
         """Return the grammar of a JSON schema. Raise ValueError if llguidance cannot follow it."""
-        text = json.dumps(schema)
-        if text not in self._made:
-            while len(self._made) >= MOST_KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[text] = Grammar(self, schema)
-        return self._made[text]
+        return self._made(json.dumps(schema))
 
 
 class Grammar:

@@ -9,6 +9,7 @@ first built on the meta device and compared with the tensors in the file, so a f
 """
 
 import contextlib
+import copy
 import enum
 import importlib.util
 import json
@@ -30,7 +31,7 @@ from strop.distributed import class_of
 from strop.models import base_model, unwrapped
 from strop.models.kinds import is_classifier
 from strop.models.loading import ACCELERATORS, num_devices, without_bars
-from strop.models.quantized import merged_copy
+from strop.models.quantized import merge_adapters
 from strop.training.checkpoint_header import CheckpointError, check_same, is_whole, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -194,7 +195,7 @@ def write_model(model: torch.nn.Module, folder: Path, *, is_copy: bool = False, 
     inner = unwrapped(model)
     if base_model(inner) is not inner and merged:
         # merge a copy: merging and unmerging in place would change the last bits of the weights
-        inner = inner.merge_and_unload() if is_copy else merged_copy(inner)
+        inner = merge_adapters(inner if is_copy else copy.deepcopy(inner))
     if hasattr(inner, "save_pretrained"):
         with without_bars() if "transformers" in sys.modules else contextlib.nullcontext():
             inner.save_pretrained(folder)
