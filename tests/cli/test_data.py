@@ -51,8 +51,8 @@ def test_what_a_chat_template_opens_for_generation_alone_is_told(check, tmp_path
     hugging_face(template=refusing + template).save_pretrained(tmp_path / "refusing")
     write("rows.jsonl", [{"messages": [{"role": "system", "content": "x"}, *messages]}])
     code, out = check("rows.jsonl", "--tokenizer", "refusing")
+    assert code == 0
     assert "for a model that generates" not in out
-    assert "Traceback" not in out
     write("rows.jsonl", [{"prompt": "b", "completion": "a"}])
     assert "for a model that generates" not in check("rows.jsonl", "--tokenizer", "thinking")[1]
 

@@ -140,6 +140,15 @@ def test_where_a_prompt_opens_more_than_the_conversation_has_the_turn_is_found_i
     assert words(tokenizer, encode_prompt([USER], tokenizer))[-2:] == ["x", "t"]  # what a model reads that generates
 
 
+def test_a_template_may_ask_for_a_system_message():
+    asking = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
+    messages = [{"role": "system", "content": "x"}, USER, ANSWER]
+    plain = encode_row({"messages": messages}, hugging_face())
+    tokenizer = hugging_face()
+    tokenizer.chat_template = asking + tokenizer.chat_template
+    assert encode_row({"messages": messages}, tokenizer) == plain
+
+
 def test_chosen_and_rejected_share_the_shorter_of_two_prompts():
     """One of them begins as the prompt opens it, the other does not."""
     tokenizer = hugging_face(template=THINKING)

@@ -173,6 +173,15 @@ def between(
     return whole.partition(spoken)[2]
 
 
+def turn_end(tokenizer: Tokenizer | None, new: Sequence[Message] = ()) -> str:
+    """Return what the template writes behind the answer to a plain question, with a system message if it asks for one."""
+    user, system = {"role": "user", "content": "?"}, {"role": "system", "content": "?"}
+    try:
+        return between([user], new, tokenizer)
+    except Exception:  # a template's own refusal, of any kind
+        return between([system, user], new, tokenizer)
+
+
 def check_writes(message: Message, tokenizer: Tokenizer | None, row: Row | None = None) -> None:
     """Raise a ValueError if the template fails on such a message after an assistant's turn, or leaves it out."""
     why = "is left out"

@@ -53,7 +53,7 @@ class Encoder:
     @functools.cached_property
     def end(self) -> str:
         """The text that the chat template writes after the assistant's last words; empty for some templates."""
-        return templates.between([{"role": "user", "content": "?"}], [], self.tokenizer).strip()
+        return templates.turn_end(self.tokenizer).strip()
 
     @functools.cached_property
     def special(self) -> set[int]:
@@ -257,9 +257,9 @@ def turn_ends(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the ids that end a turn: EOS, and the last of the special tokens that the chat template writes right after an
     assistant's words, whether or not the conversation continues."""
     user = {"role": "user", "content": "?"}
-    alone, special = templates.between([user], [], tokenizer), special_ids(tokenizer)
+    alone, special = templates.turn_end(tokenizer), special_ids(tokenizer)
     with contextlib.suppress(Exception):  # a template may refuse to go on
-        alone = alone[: templates.num_shared(alone, templates.between([user], [user], tokenizer))] or alone
+        alone = alone[: templates.num_shared(alone, templates.turn_end(tokenizer, [user]))] or alone
     run = list(itertools.takewhile(special.__contains__, encode_text(alone, tokenizer)))
     return tuple(dict.fromkeys((*eos_ids(tokenizer), *run[-1:])))
 
