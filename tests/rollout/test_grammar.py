@@ -7,6 +7,7 @@ import torch
 from chat_templates import tokenizer as tokenizer_of
 
 from strop.models import as_policy
+from strop.rollout import openai_requests
 from strop.rollout.grammar import Grammars
 from strop.rollout.openai_requests import parse_chat_request, parse_text_request
 from strop.rollout.sampling import Sampling
@@ -125,9 +126,12 @@ def test_bad_formats_are_refused(served, found, match):
         parse_chat_request({**CHAT, "response_format": found}, served)
 
 
-def test_what_json_mode_cannot_do_is_refused(served):
+def test_what_json_mode_cannot_do_is_refused(served, monkeypatch):
     with pytest.raises(RequestError, match="top_logprobs must be 0 with response_format"):
         parse_chat_request({**CHAT, "logprobs": True, "top_logprobs": 2, "response_format": FORMAT}, served)
+    monkeypatch.setattr(openai_requests, "MAX_JSON_PROMPT", 3)
+    with pytest.raises(RequestError, match="must be text for a prompt of more than 3 tokens"):
+        parse_chat_request({**CHAT, "response_format": FORMAT}, served)
     letters = ServedModel(as_policy(tiny_moe(), CharTokenizer("0123456789+= ")), "moe")
     try:
         with pytest.raises(ValueError, match="needs a fast tokenizer of transformers, found a CharTokenizer"):
