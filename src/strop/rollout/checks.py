@@ -88,8 +88,6 @@ def cache_shape(seen: Seen) -> CacheShape:
     if len(shapes) > 1:
         raise Unsupported("its layers have keys of different shapes")
     num_heads, key_dim, value_dim, dtype = shapes.pop()
-    if any(rule.chunk for rule in seen.rules.values()):
-        raise Unsupported("its attention is in chunks")
     num_query_heads = {q.shape[1] for q, _, _ in seen.given.values()}
     if len(num_query_heads) > 1:
         raise Unsupported("its layers have different numbers of heads")
