@@ -8,7 +8,6 @@ from strop.models import as_policy
 from strop.rollout import Sampling, generate
 
 PROMPTS = [[5, 6, 7], [9], list(range(20, 60)), [4, 4]]
-NOT_CAPTURED = {"gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid"}  # their experts ask the host who is needed
 
 
 def model_of(kind, dtype=torch.float32):
@@ -20,7 +19,6 @@ def model_of(kind, dtype=torch.float32):
     return AutoModelForCausalLM.from_config(config).to("cuda", dtype).eval()
 
 
-@pytest.mark.filterwarnings("ignore:decode steps cannot be captured")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_log_probs_are_those_of_a_fresh_forward(kind):
     """The second rollout replays what the first captured; weights that changed between them are the ones read."""
@@ -36,5 +34,5 @@ def test_log_probs_are_those_of_a_fresh_forward(kind):
         with torch.no_grad():
             for weight in policy.model.parameters():
                 weight.mul_(1.01)
-    print(kind, found.engine)
-    assert "generate" not in found.engine, found.engine
+
+    assert found.engine == "hf, its own layers, cuda graphs"
