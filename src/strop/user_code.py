@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from strop._checks import did_you_mean
-from strop._contained import contained
+from strop._phases import contained
 
 
 def load_function(name: str, what: str) -> Callable[..., object]:

@@ -8,7 +8,7 @@ from steps import advantages, advantages_only, cut, fill, lines_of, loss_on
 from test_grpo import PROMPTS, Table, make_grpo, weights
 from tiny_models import moe
 
-from strop.training.run import gather_metrics
+from strop.training.trainer import gather_metrics
 
 
 def make_case(trained_BT, sampled_BT, lengths, **options):

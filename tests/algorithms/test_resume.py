@@ -100,7 +100,7 @@ class FullDisk(Callback):
 
             self.monkeypatch.setattr("strop.training.checkpoint.save", fails)
             if self.logs:
-                trainer.run.log = fails_too
+                trainer.log = fails_too
 
 
 @pytest.mark.parametrize(("logs", "save_every"), [(False, 1), (True, 2), (True, 0)])
@@ -257,4 +257,4 @@ def test_callbacks_and_loggers_put_in_later_are_checked():
     with pytest.raises(TypeError, match=r"callbacks must be of strop\.callbacks\.Callback, found int"):
         sft.callbacks = 5
     sft.goes_on = True
-    assert sft.run.goes_on
+    assert sft.goes_on

@@ -33,7 +33,7 @@ from strop.ops import linear_divergence
 from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics, generate
 from strop.rollout.teacher import ServedTeacher
-from strop.training.run import Mean, Metrics, on_host
+from strop.training.trainer import Mean, Metrics, on_host
 
 
 class Distance(NamedTuple):

@@ -22,8 +22,7 @@ from strop.data.batch import TokenBatch, on_device
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.losses import PreferenceLoss
 from strop.losses.preference import pairs_loss
-from strop.training.run import Mean, Metrics, Sum, on_host
-from strop.training.trainer import Trainer
+from strop.training.trainer import Mean, Metrics, Sum, Trainer, on_host
 
 
 class DPO(Trainer):

@@ -22,7 +22,7 @@ from strop.environments.credit import turn_advantages
 from strop.models import unwrapped
 from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages
-from strop.training.run import Mean, Metrics
+from strop.training.trainer import Mean, Metrics
 
 
 class GRPO(PolicyGradient):

@@ -24,8 +24,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
-from strop.training.run import Mean, Metrics, Sum, on_host
-from strop.training.trainer import Trainer
+from strop.training.trainer import Mean, Metrics, Sum, Trainer, on_host
 
 
 class KTO(Trainer):

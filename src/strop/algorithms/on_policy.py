@@ -33,8 +33,7 @@ from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_c
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
-from strop.training.run import Largest, Mean, Metrics
-from strop.training.trainer import Trainer, Update
+from strop.training.trainer import Largest, Mean, Metrics, Trainer, Update
 
 
 class WholeBatch(NamedTuple):
@@ -103,7 +102,7 @@ class OnPolicy(Trainer):
             padding = self.policy.padding(self.config.pad_id)
             batch = as_prompts(prompts, self.policy.tokenizer, padding, mask=prompt_mask, columns=columns)
             batch = self.checked(batch, "prompts")
-        return self.run_step(lambda: self.step(batch))
+        return self.run_step(self.step, batch)
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
         super().check_columns(rows, name)
@@ -194,7 +193,11 @@ class OnPolicy(Trainer):
         with self.phase("generate"), self.autocast():
             trajectories = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
             begins = attempt == self.first_attempt and self.config.server.max_staleness
-            if begins and isinstance(self.sampler, ServerSampler) and (rows := self.run.upcoming(self.config.run)):
+            if (
+                begins
+                and isinstance(self.sampler, ServerSampler)
+                and (rows := self.run.upcoming(self.state, self.config.run))
+            ):
                 ahead = self.share(len(rows))
                 seed = self.seed_of(step + 1, *attempt)
                 self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)

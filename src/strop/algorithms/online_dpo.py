@@ -15,7 +15,7 @@ from strop.data.inputs import check_below
 from strop.environments.setup import CONVERSATION_COLUMNS
 from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics
-from strop.training.run import Mean, Metrics
+from strop.training.trainer import Mean, Metrics
 
 
 class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO takes pairs

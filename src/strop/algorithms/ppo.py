@@ -28,8 +28,7 @@ from strop.losses import PolicyLoss
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
-from strop.training.run import Metrics, Sum, not_finite
-from strop.training.trainer import Update, can_skip, make_optimizer
+from strop.training.trainer import Metrics, Sum, Update, can_skip, make_optimizer, not_finite
 
 
 class PPO(PolicyGradient):

@@ -25,8 +25,7 @@ from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pa
 from strop.data.tokenize import encode_row
 from strop.models import load_model
 from strop.models.scorer import Scorer, as_scorer
-from strop.training.run import Metrics, Sum, on_host
-from strop.training.trainer import Trainer
+from strop.training.trainer import Metrics, Sum, Trainer, on_host
 
 NUM_BINS = 10  # bins of the calibration error
 

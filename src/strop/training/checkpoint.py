@@ -76,9 +76,9 @@ def save(trainer: "Trainer", path: str | Path, extra: tuple[Tensors, dict[str, o
         "config": trainer.config.to_dict(),
         "model": rebuild.describe(trainer.module),
         "tokenizer": rebuild.tokenizer_kind(trainer.tokenizer),
-        "state": trainer.run.state.to_dict(),
+        "state": trainer.state.to_dict(),
         "optim": optim_values,
-        "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.run.callbacks],
+        "callbacks": [[type(callback).__name__, callback.state_dict()] for callback in trainer.callbacks],
     }
     if left_out:
         header["base"] = base_sum(trainer.module)
@@ -219,13 +219,13 @@ class Saved:
         for group, options, states in groups:
             group.update(options)
             trainer.optimizer.state.update(states)
-        trainer.run.state, trainer.run.goes_on = TrainState(**header["state"]), True
+        trainer.state, trainer.goes_on = TrainState(**header["state"]), True
         _take(path, "extra", lambda: trainer.load_extra_state(self.below("extra"), header["extra"]))
         for callback, state in callbacks:
             _take(path, type(callback).__name__, functools.partial(callback.load_state_dict, state))
         set_rng(rng, header["rng"])
         if trainer.world.rank >= self.num_processes:  # no process of this rank saved its generator
-            torch.manual_seed(trainer.seed_of(trainer.run.state.step, "process", trainer.world.rank))
+            torch.manual_seed(trainer.seed_of(trainer.state.step, "process", trainer.world.rank))
 
     def below(self, prefix: str) -> Tensors:
         """Return the tensors whose names begin with `prefix`/, by the rest of their names."""
@@ -281,7 +281,7 @@ def _take(path: Path, what: str, take: Callable[[], object]) -> None:
 def _matched(trainer: "Trainer", saved: list[Any], path: Path) -> list[tuple[Any, Json]]:
     """Return pairs of a trainer's callback and the saved state of one with the same class name, each used once."""
     left, found = list(saved), []
-    for callback in trainer.run.callbacks:
+    for callback in trainer.callbacks:
         name = type(callback).__name__
         entry = next((entry for entry in left if entry[0] == name), None)
         if entry is None:

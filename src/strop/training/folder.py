@@ -68,20 +68,20 @@ class RunFolder:
                 world.from_first(lambda: self._check_sources(run.sources, allow_changes))
             newest.put(trainer)
             if world.is_first:
-                print(f"{trainer.name} resumed from step {run.state.step}, {newest.path}", file=sys.stderr)
+                print(f"{trainer.name} resumed from step {trainer.state.step}, {newest.path}", file=sys.stderr)
         elif resume and world.is_first:
-            print(f"no checkpoint in {self.path} yet: beginning at step {run.state.step}", file=sys.stderr)
+            print(f"no checkpoint in {self.path} yet: beginning at step {trainer.state.step}", file=sys.stderr)
         evaluated_until = max(
-            (one.last_step for one in run.callbacks if isinstance(one, EvaluationCallback)), default=-1
+            (one.last_step for one in trainer.callbacks if isinstance(one, EvaluationCallback)), default=-1
         )
-        kept = world.from_first(lambda: self._cut_back(run.state.step if newest else -1, evaluated_until))
+        kept = world.from_first(lambda: self._cut_back(trainer.state.step if newest else -1, evaluated_until))
         if newest is not None and world.is_first:
-            self._warn_of_missing(kept, run.state.step, trainer.config.run.log_every)
+            self._warn_of_missing(kept, trainer.state.step, trainer.config.run.log_every)
         for entry in kept:
-            (run.history.evaluations if is_evaluation(entry) else run.history.steps).append(entry)
+            (trainer.history.evaluations if is_evaluation(entry) else trainer.history.steps).append(entry)
         if world.is_first:
             self.logger = JSONLLogger(self.path / "metrics.jsonl")
-            run.loggers = [*run.loggers, self.logger]
+            trainer.loggers = [*trainer.loggers, self.logger]
 
     def _make(self, resume: bool) -> None:
         if not resume and (self.path / "run.json").exists():
@@ -112,7 +112,7 @@ class RunFolder:
             why = "" if _is_same(error, second) else f": {second}"
             error.add_note(self._newest(f"no checkpoint of this step could be written{why}"))
         else:
-            error.add_note(f"the run up to step {trainer.run.state.step} is in {path}; resume=True goes on from there")
+            error.add_note(f"the run up to step {trainer.state.step} is in {path}; resume=True goes on from there")
 
     def _newest(self, why: str) -> str:
         """Return a note with the reason and the newest checkpoint."""
@@ -181,14 +181,14 @@ class RunFolder:
             },
             "num_processes": trainer.world.size,
             "sources": sources,
-            "num_rows": trainer.run.state.num_rows,
-            "total_steps": trainer.run.state.total_steps,
+            "num_rows": trainer.state.num_rows,
+            "total_steps": trainer.state.total_steps,
             "versions": versions,
             "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         earlier = [*before.get("earlier_sources", ())]
         if before.get("sources", sources) != sources:
-            earlier.append({"until_step": trainer.run.state.step, **before["sources"]})
+            earlier.append({"until_step": trainer.state.step, **before["sources"]})
         if earlier:
             about["earlier_sources"] = earlier
         unfinished = self.path / ".run.json.tmp"

@@ -49,7 +49,7 @@ def _lack_of_memory(error: BaseException) -> bool:
 
 def _message(trainer: "Trainer", phase: str, told: str) -> str:
     doing, names = PHASES.get(phase, (f"the phase {phase!r}", ("batch_size", "micro_batch_tokens")))
-    where = doing if phase == "evaluate" else f"{doing}, step {trainer.run.state.step + 1}"
+    where = doing if phase == "evaluate" else f"{doing}, step {trainer.state.step + 1}"
     return f"out of memory in {where} (time/{phase}): {_asked(told)}; {_advice(trainer, phase, names)}"
 
 

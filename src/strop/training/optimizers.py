@@ -1,6 +1,7 @@
 """Optimisers by name: torch's, bitsandbytes' 8-bit AdamW, and Muon with AdamW for all but the hidden matrices."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,43 @@ from strop.config import OptimConfig
 
 FUSED_ON = ("cuda", "cpu")  # one pass over weights, gradients and moments, in place
 Groups = list[dict[str, Any]]
+MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
+
+
+def make_optimizer(
+    module: torch.nn.Module, config: OptimConfig, make: MakeOptimizer | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimiser that the config names, or the one that `make` returns for the parameter groups.
+
+    The schedule sets the learning rate of both. Parameters of fewer than two dimensions (norms, biases) get no weight
+    decay.
+    """
+    params = [param for param in module.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError("model must have parameters that require a gradient, found none")
+    matrices = [param for param in params if param.ndim >= 2]
+    others = [param for param in params if param.ndim < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
+        if group
+    ]
+    if make is not None and not callable(make):
+        raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
+    optimizer = named_optimizer(module, groups, config) if make is None else make(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if config.offload_optimizer and all(param.device.type == "cpu" for param in params):
+        warnings.warn("offload_optimizer has no effect: the model is in the host's memory already", stacklevel=3)
+    elif config.offload_optimizer:
+        keep_on_host(optimizer)
+    return optimizer
+
+
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimiser's kernel skips the update if `found_inf` on the device is 1, as AMP uses it."""
+    on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+    return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
 
 def named_optimizer(module: torch.nn.Module, groups: Groups, config: OptimConfig) -> torch.optim.Optimizer:

@@ -1,11 +1,11 @@
-"""`Trainer`: the models, the optimiser and one training step. The training loop and its folder are in `run.py`.
+"""`Trainer`: the models, the optimiser, callbacks, loggers and one training step. train() is in `run.py`.
 
 An algorithm defines how rows become a batch, and the loss of that batch:
 
     class MyAlgorithm(Trainer):
         Config = MyConfig                                    # a TrainerConfig
         def step_on(self, rows): return self.update([lambda: loss_of(part) for part in self.micro_batches(rows, lengths)])
-        def train_step(self, rows): return self.run_step(lambda: self.step_on(rows))
+        def train_step(self, rows): return self.run_step(self.step_on, rows)
 """
 
 import contextlib
@@ -14,16 +14,17 @@ import math
 import os
 import random
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 
 from strop import _trl
-from strop._contained import contained
 from strop._install import missing
+from strop._phases import Phases, Settings, contained
 from strop._tensors import widest
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig
@@ -32,7 +33,7 @@ from strop.data.batch import split
 from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
 from strop.data.tokenize import is_thread_safe
-from strop.distributed import world
+from strop.distributed import World, world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import as_scorer
@@ -41,18 +42,8 @@ from strop.training.callbacks import Callback
 from strop.training.folder import flat, remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
-from strop.training.optimizers import keep_on_host, named_optimizer
-from strop.training.run import (
-    Metrics,
-    Phases,
-    TrainingRun,
-    checked_callbacks,
-    checked_loggers,
-    gather_metrics,
-    no_gradient,
-    not_finite,
-    on_host,
-)
+from strop.training.optimizers import MakeOptimizer, can_skip, make_optimizer
+from strop.training.run import TrainingRun, checked_callbacks, checked_loggers
 from strop.training.state import History, TrainState, rng_kept
 
 if TYPE_CHECKING:
@@ -61,7 +52,9 @@ if TYPE_CHECKING:
     Model = torch.nn.Module | MoETransformer | Policy | str | Path
 
 Row = TypeVar("Row")
-MakeOptimizer = Callable[[list[Json]], torch.optim.Optimizer]
+Metrics: TypeAlias = (
+    Json  # by name: numbers, tensors, and Mean, Sum, Largest, which `gather_metrics` reduces to numbers
+)
 LEAN_TOKENS = 4  # factor on micro_batch_tokens where a token needs a fraction of the memory: see `models.layers`
 USERS_PHASES = ("reward",)  # phases that run the user's functions, with all of torch's threads
 DROPOUT_PHASES = ("score", "forward")  # phases in which the model may apply dropout
@@ -135,7 +128,12 @@ class Trainer:
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without the wrapper of torch.compile
         check_precision(self.module)
         self.world.make_same(self.module)
-        self.run = TrainingRun(logger, callbacks, self.world)
+        self.loggers, self.callbacks = logger, callbacks
+        self.state, self.history = TrainState(), History()  # the position in steps and data; the metrics of train()
+        self.run = TrainingRun()
+        self.goes_on = False  # the next train() continues the run: after from_checkpoint, or an interruption
+        self.stop_reason: str | None = None  # why train() should end after the current step; None to continue
+        self.settings = Settings()  # torch's settings, applied at every step
         self.phases = Phases(self.policy.device)  # of the current step
         self.sum_dtype = widest(self.policy.device)  # dtype of sums over tokens in metrics
         self.samples: list[Json] = []  # samples of the last step: {"prompt", "completion", "reward", …}
@@ -243,9 +241,43 @@ class Trainer:
         update.parts, update["learning_rate"] = parts, learning_rate
         return update
 
-    def run_step(self, work: Callable[[], Metrics]) -> dict[str, float]:
-        """Run `work` as one training step, with events, phase times and loggers; return the metrics."""
-        return self.run.step(self, work)
+    def run_step(self, work: Callable[..., Metrics], *given: Any) -> dict[str, float]:
+        """Run `work(*given)` as one training step, with events, phase times and loggers; return the metrics."""
+        start, state = time.perf_counter(), self.state
+        self.phases = phases = self.phases.anew()
+        self.fire("on_step_begin")
+        self.model.train()
+        try:
+            with contained():
+                self.settings.apply()
+                metrics = self._on_host(work(*given))
+        except LACKS as error:
+            raise_explained(error, self)
+        times = phases.metrics()
+        seconds = time.perf_counter() - start
+        state.step += 1
+        state.seconds += seconds
+        num_tokens = int(metrics.pop("num_tokens"))
+        state.num_tokens += num_tokens
+        if num_tokens:
+            metrics["tokens_per_second"] = num_tokens / seconds
+        metrics |= times
+        metrics["time/step"] = seconds
+        log_every = self.config.run.log_every
+        if log_every and state.step % log_every == 0:
+            self.log(metrics)
+        self.fire("on_step_end", metrics)
+        return metrics
+
+    def _on_host(self, metrics: Metrics) -> dict[str, float]:
+        """Return the metrics as numbers; raise if an update was skipped. The only wait for the device in a step."""
+        phases = self.phases
+        metrics, skipped = gather_metrics({**metrics, "num_tokens": Sum(phases.num_tokens)}, phases.unfit, self.world)
+        if any(skipped):
+            self.state.updates -= int(sum(skipped))
+            is_zero = phases.wanted_norm is not None and not phases.wanted_norm
+            raise no_gradient(self.state.step) if is_zero else not_finite(metrics, self.state.step)
+        return metrics
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -367,12 +399,15 @@ class Trainer:
         output = (
             None if output_dir is None else Path(os.path.abspath(output_dir))
         )  # a function may change the directory
+        if resume and output is None:
+            raise ValueError(
+                "output_dir must be given with resume=True: its newest checkpoint is where the run goes on"
+            )
+        rows = self.prepared(dataset)  # before an old run is removed
         if overwrite and output is not None:
-            dataset = self.prepared(dataset)  # check the dataset before the old run is removed
             self.world.from_first(lambda: remove_run(output))
-        return self.run.train(
-            self, dataset, eval_dataset, num_steps, num_epochs, output, resume, allow_changes, progress
-        )
+        eval_rows = None if eval_dataset is None else self.prepared(eval_dataset, "eval_dataset")
+        return self.run.train(self, rows, eval_rows, num_steps, num_epochs, output, resume, allow_changes, progress)
 
     def prepared(self, dataset: object, name: str = "dataset") -> PreparedRows:
         """Return a dataset's rows, loaded and checked, so that train() and evaluate() need not do it again.
@@ -441,52 +476,42 @@ class Trainer:
             api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=f"{self.name} by strop")
         return str(address)
 
-    # ---- of the run ----
-
-    @property
-    def state(self) -> TrainState:
-        return self.run.state
-
-    @property
-    def history(self) -> History:
-        return self.run.history
+    # ---- callbacks and loggers ----
 
     @property
     def callbacks(self) -> list[Any]:
-        return self.run.callbacks
+        """The callbacks; called in every process."""
+        return self._callbacks
 
     @callbacks.setter
     def callbacks(self, callbacks: object) -> None:
-        self.run.callbacks = checked_callbacks(callbacks)
+        self._callbacks = checked_callbacks(callbacks)
 
     @property
     def loggers(self) -> list[Any]:
-        return self.run.loggers
+        """The loggers; called in the first process."""
+        return self._loggers
 
     @loggers.setter
     def loggers(self, loggers: object) -> None:
-        self.run.loggers = checked_loggers(loggers)
-
-    @property
-    def goes_on(self) -> bool:
-        """True if the next train() continues the run; False begins a new run with the current weights."""
-        return self.run.goes_on
-
-    @goes_on.setter
-    def goes_on(self, goes_on: bool) -> None:
-        self.run.goes_on = goes_on
+        self._loggers = checked_loggers(loggers)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Pass metrics to every logger. An error in a logger stops the run."""
-        self.run.log(metrics)
+        timed = {"time": self.state.seconds, **metrics}
+        with contained():
+            for logger in self._loggers if self.world.rank == 0 else ():
+                logger.log(timed, step=self.state.step)
 
     def fire(self, event: str, *arguments: object) -> None:
         """Call the method of this name on every callback."""
-        self.run.fire(self, event, *arguments)
+        for callback in list(self._callbacks):
+            with contained():
+                getattr(callback, event)(self, *arguments)
 
     def stop(self, reason: str) -> None:
         """End train() after the current step."""
-        self.run.stop_reason = reason
+        self.stop_reason = reason
 
     # ---- inside ----
 
@@ -543,43 +568,7 @@ class Trainer:
         return learning_rate
 
 
-# ---- the optimiser and its schedule ----
-
-
-def make_optimizer(
-    module: torch.nn.Module, config: OptimConfig, make: MakeOptimizer | None = None
-) -> torch.optim.Optimizer:
-    """Return the optimiser that the config names, or the one that `make` returns for the parameter groups.
-
-    The schedule sets the learning rate of both. Parameters of fewer than two dimensions (norms, biases) get no weight
-    decay.
-    """
-    params = [param for param in module.parameters() if param.requires_grad]
-    if not params:
-        raise ValueError("model must have parameters that require a gradient, found none")
-    matrices = [param for param in params if param.ndim >= 2]
-    others = [param for param in params if param.ndim < 2]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
-        if group
-    ]
-    if make is not None and not callable(make):
-        raise TypeError(f"optimizer must make one of parameter groups, as torch.optim.SGD does, found {make!r:.60}")
-    optimizer = named_optimizer(module, groups, config) if make is None else make(groups)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must return a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if config.offload_optimizer and all(param.device.type == "cpu" for param in params):
-        warnings.warn("offload_optimizer has no effect: the model is in the host's memory already", stacklevel=3)
-    elif config.offload_optimizer:
-        keep_on_host(optimizer)
-    return optimizer
-
-
-def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimiser's kernel skips the update if `found_inf` on the device is 1, as AMP uses it."""
-    on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
-    return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+# ---- the schedule, and errors of an update ----
 
 
 def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -598,3 +587,85 @@ def learning_rate_at(step: int, total_steps: int, config: OptimConfig) -> float:
     done = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left
+
+
+def not_finite(found: "Metrics", step: int) -> FloatingPointError:
+    return FloatingPointError(
+        f"loss {found.get('loss')} and gradient norm {found.get('grad_norm')} must be finite; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+def no_gradient(step: int) -> RuntimeError:
+    """Return the error for a gradient of exactly 0 although an advantage is not 0."""
+    return RuntimeError(
+        "the gradient must not be exactly 0 for all parameters while an advantage is not 0: the model's forward may run "
+        "without gradients (no_grad, detach), or give every token it sampled the probability 1; the weights are those of "
+        f"step {step}, before this update"
+    )
+
+
+# ---- metrics of several processes ----
+
+
+class Mean(NamedTuple):
+    """A mean over the processes: Σ total / Σ number; left out if Σ number is 0."""
+
+    total: Any
+    number: float
+
+
+class Sum(NamedTuple):
+    value: Any
+
+
+class Largest(NamedTuple):
+    value: Any
+
+
+KINDS = (Mean, Sum, Largest)
+
+
+def on_host(values: Sequence[torch.Tensor]) -> list[float]:
+    """Return one-element tensors as floats, with a single wait for the device."""
+    if not values:
+        return []
+    return torch.cat([value.detach().reshape(1).to(values[0].device) for value in values]).tolist()
+
+
+def gather_metrics(
+    metrics: Mapping[str, object], extra: list[torch.Tensor], world: World
+) -> tuple[dict[str, float], list[float]]:
+    """Return the metrics of all processes as numbers, and `extra` as floats, with a single wait for the device.
+
+    A plain number or tensor is the same in every process. It is ignored if another process has a Mean, Sum or Largest
+    of that name.
+    """
+    flat = {(name, i): value for name, metric in metrics.items() for i, value in enumerate(_values(metric))}
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = on_host([*tensors.values(), *extra])
+    flat |= zip(tensors, values, strict=False)
+    here = {
+        name: type(metric)(*(flat[name, i] for i in range(len(metric)))) if isinstance(metric, KINDS) else flat[name, 0]
+        for name, metric in metrics.items()
+    }
+    everywhere = world.gathered(here) if world.size > 1 else [here]
+    names = dict.fromkeys(name for one in everywhere for name in one)
+    found = {name: _combined([one[name] for one in everywhere if name in one]) for name in names}
+    return {name: value for name, value in found.items() if value is not None}, values[len(tensors) :]
+
+
+def _values(metric: object) -> tuple[Any, ...]:
+    return metric if isinstance(metric, KINDS) else (metric,)
+
+
+def _combined(parts: list[Any]) -> Any:
+    parts = [part for part in parts if isinstance(part, KINDS)] or parts
+    if isinstance(parts[0], Largest):
+        return max(part.value for part in parts)
+    if isinstance(parts[0], Sum):
+        return sum(part.value for part in parts)
+    if not isinstance(parts[0], Mean):
+        return parts[0]
+    number = sum(part.number for part in parts)
+    return sum(part.total for part in parts) / number if number else None
