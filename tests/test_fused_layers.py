@@ -68,7 +68,7 @@ def test_numbers_are_the_models_own(kind, interpreted):
         policy = fused_policy(model)
     found, wanted = numbers(policy), numbers(Policy(copy.deepcopy(model).double()))
     own = Policy(model)
-    own._tried, own.no_packing_because = True, "told so"
+    own.was_tried, own.no_packing_because = True, "told so"
     errors, allowed = apart(found, wanted), apart(numbers(own), wanted)
     for name, error in errors.items():
         assert error <= 2 * allowed[name] + 1e-7, name
@@ -82,7 +82,7 @@ def test_under_autocast_it_errs_about_as_the_model_itself(kind, interpreted):
     with torch.autocast("cpu", torch.bfloat16):
         policy = fused_policy(model)
     own = Policy(model)
-    own._tried, own.no_packing_because = True, "told so"
+    own.was_tried, own.no_packing_because = True, "told so"
     found, of_its_own = (apart(numbers(one, dtype=torch.bfloat16), wanted) for one in (policy, own))
     ratios = sorted(error / of_its_own[name] for name, error in found.items())
     assert 0 < found["logps"] < 0.05
@@ -233,6 +233,6 @@ def test_micro_batches_are_larger_where_a_token_takes_less(interpreted):
     trainer = SFT(model=model_of("llama"), micro_batch_tokens=10)
     lengths = [10] * 8
     assert [len(part) for part in trainer.micro_batches(range(8), lengths)] == [4, 4]
-    trainer.policy._fused = None
+    trainer.policy.fused = None
     assert [len(part) for part in trainer.micro_batches(range(8), lengths)] == [1] * 8
     assert [len(part) for part in trainer.micro_batches(range(8), lengths, lean=True)] == [4, 4]

@@ -17,7 +17,7 @@ SOURCE = Path(strop.__file__).parent
 HOUSE = [
     ["_types"],
     ["_checks"],
-    ["_phases", "_native", "_hub", "_install", "_trl", "checksums", "process_failures"],
+    ["_contexts", "_native", "_hub", "_install", "_trl", "checksums", "process_failures"],
     ["_compiled", "user_code"],
     ["_tensors", "config", "distributed"],
     ["primitives"],

@@ -14,12 +14,12 @@ from tiny_models import llama, moe, plain
 from tiny_qwen2 import tiny_qwen2
 from tiny_tokenizers import hugging_face
 
-from strop._tensors import widened
 from strop.algorithms.best_of_n import BestOfN
 from strop.algorithms.dpo import DPO
 from strop.algorithms.sft import SFT
 from strop.cli.job import JobConfig, load_model_and_tokenizer
 from strop.models import as_policy, load_model, loading
+from strop.ops.head import widened
 from strop.ops.registry import on_gpu
 from strop.tasks import CharTokenizer
 

@@ -26,16 +26,6 @@ def in_float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, or float32 on a device without float64 (Apple's)."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the dtype for sums."""
-    return tensor.to(widest(tensor.device))
-
-
 # ---- any tensor ----
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from strop._checks import did_you_mean
-from strop._phases import contained
+from strop._contexts import contained
 
 
 def load_function(name: str, what: str) -> Callable[..., object]:

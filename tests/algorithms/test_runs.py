@@ -16,7 +16,7 @@ from test_resume import FailAt, Failure
 from tiny_qwen2 import tiny_qwen2
 from trained_models import tiny_moe, weights_of
 
-from strop._phases import Settings
+from strop._contexts import Settings
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.callbacks import Callback

@@ -14,7 +14,7 @@ import torch
 from tiny_qwen2 import tiny_qwen2
 from trained_models import Bigram, tiny_moe, weights_of
 
-from strop._phases import Phases
+from strop._contexts import Phases
 from strop.algorithms.dpo import DPO
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
@@ -165,7 +165,7 @@ def test_the_order_stays_that_of_earlier_versions():
 
 def test_phases_count_their_own_seconds(monkeypatch):
     clock = itertools.accumulate([100.0, 0.01, 0.03, 0.0, 0.0])  # by what a look at it has gone on
-    monkeypatch.setattr("strop._phases.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("strop._contexts.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     phases = Phases()
     with phases.phase("outer"), phases.phase("inner"):
         pass

@@ -39,7 +39,7 @@ def test_it_errs_no_more_than_the_models_own_layers(kind, how):
         policy = Policy(model)
         assert policy.fuses, policy.no_fusing_because
     found = apart(numbers(policy, batch, how == "autocast"), wanted)
-    policy._fused = None
+    policy.fused = None
     own = apart(numbers(policy, batch, how == "autocast"), wanted)
     ratios = sorted(error / own[name] for name, error in found.items())
     assert 0 < found["logps"] < (1e-5 if how == "float32" else 0.05), (found, own)
@@ -53,7 +53,7 @@ def test_it_keeps_less():
     assert policy.fuses
     numbers(policy, batch)
     fused = peak_bytes(lambda: numbers(policy, batch))
-    policy._fused = None
+    policy.fused = None
     assert fused < 0.5 * peak_bytes(lambda: numbers(policy, batch))
 
 

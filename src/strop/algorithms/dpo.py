@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from strop._tensors import widened
 from strop._types import Array, Texts
 from strop.config import DPOConfig
 from strop.data.batch import TokenBatch, on_device
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.losses import PreferenceLoss
 from strop.losses.preference import pairs_loss
+from strop.ops.head import widened
 from strop.training.trainer import Mean, Metrics, Sum, Trainer, on_host
 
 

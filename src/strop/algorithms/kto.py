@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from strop._tensors import widened
 from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
@@ -24,6 +23,7 @@ from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, p
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
 from strop.losses import unpaired_loss
+from strop.ops.head import widened
 from strop.training.trainer import Mean, Metrics, Sum, Trainer, on_host
 
 

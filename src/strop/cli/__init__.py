@@ -13,7 +13,7 @@ import typer
 import strop
 from strop import _trl, process_failures
 from strop._checks import printable
-from strop._phases import ExitError, exit_message
+from strop._contexts import ExitError, exit_message
 from strop.cli import bench, data, demo, doctor, eval, export, generate, init, report, serve, train
 
 app = typer.Typer(

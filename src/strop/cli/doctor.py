@@ -167,8 +167,8 @@ def of_model(name: str) -> Iterator[Finding]:
         told = "packed: sequences one after the other, without padding" if why is None else f"padded: {why}"
         if policy.no_padding_because is not None:
             told += f"; only rows of one length together: {policy.no_padding_because}"
-        if policy.sides is not None:
-            told += f"; {policy.sides.told}"
+        if policy.boundaries is not None:
+            told += f"; {policy.boundaries.in_words}"
         yield Finding("training", "ok", told)
         yield Finding(
             "loss", "ok", f"from all logits: {why}" if (why := policy.no_hidden_because) else "from hidden states"

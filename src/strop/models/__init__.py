@@ -6,7 +6,8 @@ logps_n = policy.logps(batch)               log-probs of the tokens of the loss 
 ref_logps_n = policy.reference().logps(batch)
 """
 
-from strop.models.kinds import adapter_off, base_model, evaluating, has_adapter, one_thread, unwrapped
+from strop._contexts import evaluating, one_thread
+from strop.models.kinds import adapter_off, base_model, has_adapter, unwrapped
 from strop.models.loading import load_model
 from strop.models.policy import Policy, Reference, as_policy
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,28 +34,6 @@ def adapter_off(model: Any) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set eval mode; afterwards restore the mode of every module, also of parts that were in eval mode before.
-
-    This sets the flags directly, because `eval()` of a few hundred modules takes milliseconds. Linear layers whose weights
-    are not floating point are put in training mode: in eval mode bitsandbytes' CPU layers repack their weights for inference
-    and have no gradient afterwards.
-    """
-    before = []
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        mode = weight is not None and not weight.is_floating_point() and isinstance(module, nn.Linear)
-        if module.training != mode:
-            before.append(vars(module))
-            vars(module)["training"] = mode
-    try:
-        yield
-    finally:
-        for flags in before:
-            flags["training"] = not flags["training"]
 
 
 def is_plain(weight: object) -> bool:
@@ -115,20 +93,3 @@ def of_config(config: object, key: str) -> Any:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return getattr(config, key, None)
-
-
-def listed_ids(value: int | Sequence[int] | None) -> list[int]:
-    """Return one token id, several, or None as a list."""
-    return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread. Next to the MoE engine or a GPU the host's tensors are small. More threads would spin on the
-    engine's cores while they wait for work, and a GPU would wait for the slowest, up to 40 ms on a shared machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
+from strop._contexts import evaluating
 from strop._types import Json, Tokenizer
-from strop.data.batch import PaddedRows, TokenBatch, Trajectory
+from strop.data.batch import PaddedRows, TokenBatch
 from strop.distributed import Shards
 from strop.losses.rules import NLL, PolicyLoss, TokenRule, nll_of, tokens_loss, tokens_of
 from strop.models import trial
@@ -30,17 +31,15 @@ from strop.models.kinds import (
     adapter_off,
     as_module,
     base_model,
-    evaluating,
     has_adapter,
     is_hugging_face,
     is_moe,
     layers_of,
-    listed_ids,
-    of_config,
     shares,
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
+from strop.models.rotations import Boundaries
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.head import in_dtype
@@ -68,12 +67,18 @@ class Policy:
 
     def __init__(self, model: object, tokenizer: Tokenizer | None = None):
         self.model = as_module(model)
+        self.inner: Any = unwrapped(self.model)
+        """The module that torch.compile wrapped, or the model itself."""
         self.tokenizer = tokenizer
-        inner = unwrapped(self.model)
+        inner = self.inner
         self.kind = "moe" if is_moe(inner) else "hf" if is_hugging_face(inner) else "plain"
-        self._arguments = forward_arguments(base_model(inner) if self.kind == "hf" else inner)
-        self._head: tuple[nn.Module, nn.Linear] | None = None
-        self._tried = False
+        self.arguments = forward_arguments(base_model(inner) if self.kind == "hf" else inner)
+        self.config: Any = getattr(inner, "config", None)
+        # of a multimodal config its text part
+        text_config = getattr(self.config, "get_text_config", None)
+        self._text_config = self.config if text_config is None else text_config()
+        self.head: tuple[nn.Module, nn.Linear] | None = None
+        self.was_tried = False
         self._known_ids: int | Literal["untried"] | None = "untried"
         self._causality_checked = self.kind == "moe"
         self.no_hidden_because: str | None = None
@@ -86,12 +91,12 @@ class Policy:
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
         self.exact = False
         """See `be_exact`."""
-        self.sides: trial.Sides | None = None
+        self.boundaries: Boundaries | None = None
         """Which rows are read together, where the longest of a call changes the others' numbers."""
-        self._rules: dict[int, Rule] = {}
-        self._opaque: set[str] | None = None  # layers that had no gradient before the trial
-        self._fused: Any = None
-        self._modules: list[nn.Module] = []
+        self.rules: dict[int, Rule] = {}
+        self.opaque: set[str] | None = None  # layers that had no gradient before the trial
+        self.fused: Any = None
+        self.modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
         self.shards: Shards | None = None
         """The weights where they lie in shards, one a process; None where they are whole."""
@@ -112,7 +117,7 @@ class Policy:
             )
         if self.kind == "hf":
             self.exact, self.rollout_engine = True, None
-            self._try()
+            trial.try_out(self)
 
     # ---- properties of the model ----
 
@@ -135,16 +140,11 @@ class Policy:
         return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
 
     @property
-    def config(self) -> Any:
-        return getattr(unwrapped(self.model), "config", None)
-
-    @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a completion: those of generation_config (else of the config), and the tokenizer's."""
-        inner = unwrapped(self.model)
-        config_ids = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+        config_ids = getattr(getattr(self.inner, "generation_config", None), "eos_token_id", None)
         if config_ids is None:
-            config_ids = of_config(self.config, "eos_token_id")
+            config_ids = getattr(self._text_config, "eos_token_id", None)
         return tuple(dict.fromkeys(self._in_vocabulary(config_ids, getattr(self.tokenizer, "eos_token_id", None))))
 
     @property
@@ -152,7 +152,7 @@ class Policy:
         """The id for padding. It may be EOS or a real token, because padding is recognised by masks, not by ids."""
         config_ids = (
             getattr(self.tokenizer, "pad_token_id", None),
-            of_config(self.config, "pad_token_id"),
+            getattr(self._text_config, "pad_token_id", None),
             *self.eos_ids,
         )
         return next(iter(self._in_vocabulary(*config_ids)), 0)
@@ -169,7 +169,7 @@ class Policy:
     @property
     def vocab_size(self) -> int | None:
         """The number of token ids; None if the model does not say."""
-        return of_config(self.config, "vocab_size")
+        return getattr(self._text_config, "vocab_size", None)
 
     def check_ids(self, ids: torch.Tensor, where: str) -> None:
         """Raise a ValueError if an id is out of range. On a GPU the embedding would abort the process."""
@@ -185,53 +185,52 @@ class Policy:
         if self.kind != "plain" or self.vocab_size is not None:
             return self.vocab_size
         if self._known_ids == "untried":
-            inner = unwrapped(self.model)
-            self._known_ids = trial.known_ids(inner, self._call_ids, self.device)
+            self._known_ids = trial.known_ids(self)
         return self._known_ids
 
     def _in_vocabulary(self, *config_ids: int | Sequence[int] | None) -> list[int]:
         """Return the valid ids among these. Some configs have ids of a larger vocabulary, or −1 for none."""
         size = self.vocab_size
-        return [i for one in config_ids for i in listed_ids(one) if i >= 0 and (size is None or i < size)]
+        return [i for one in config_ids for i in _listed_ids(one) if i >= 0 and (size is None or i < size)]
 
     @property
     def max_length(self) -> int | None:
         """The most tokens of a row; None if the model does not say."""
         if self.kind == "moe":
-            return unwrapped(self.model).moe.config.max_seq_len
-        length = of_config(self.config, "max_position_embeddings")
+            return self.inner.moe.config.max_seq_len
+        length = getattr(self._text_config, "max_position_embeddings", None)
         return length if isinstance(length, int) and length > 0 else None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Set every module to eval mode; afterwards restore each module's mode."""
-        with evaluating(unwrapped(self.model)):
+        with evaluating(self.inner):
             yield
 
     # ---- scoring ----
 
     def logits(self, batch: TokenBatch) -> torch.Tensor:
         """Return the logits [n, V] that predict the tokens of the loss."""
-        return self._at_places(self.model, batch, _logits)
+        return self._at_places(self.model, batch, logits_of)
 
     def hidden(self, batch: TokenBatch) -> LMHead | None:
         """Return the hidden states that predict the tokens of the loss, and the LM head.
 
         Return None if the logits are not exactly hidden @ weightᵀ + bias.
         """
-        if not self._tried:
-            self._try()
-        if self._head is None:
+        if not self.was_tried:
+            trial.try_out(self)
+        if self.head is None:
             return None
-        decoder, head = self._head
+        decoder, head = self.head
         return LMHead(self._at_places(decoder, batch, last_hidden_state), head.weight, head.bias)
 
     @property
     def hidden_size(self) -> int | None:
         """The width of the states that `hidden` returns; None if it returns None."""
-        if not self._tried:
-            self._try()
-        return None if self._head is None else self._head[1].in_features
+        if not self.was_tried:
+            trial.try_out(self)
+        return None if self.head is None else self.head[1].in_features
 
     def reading(self, call: Callable[[], Result]) -> Result:
         """Return `call()`. Sharded weights are gathered while it runs."""
@@ -327,8 +326,8 @@ class Policy:
         """
         if self._causality_checked:
             return
-        inner = unwrapped(self.model)
-        ahead = trial.looks_ahead(inner, logits or (lambda one: self._at_places(inner, one, _logits)), batch)
+        inner = self.inner
+        ahead = trial.looks_ahead(self, logits or (lambda one: self._at_places(inner, one, logits_of)), batch)
         if ahead:
             raise ValueError(
                 f"model must be causal, found that the logits {type(inner).__name__} gives for a token change with that "
@@ -340,7 +339,7 @@ class Policy:
         rows = batch.padded(self.pad_id)
         counted_n = rows.index_N.index_select(0, batch.places_n + 1)
         counts_ST = torch.zeros_like(rows.mask_ST.view(-1)).index_fill(0, counted_n, True).view(rows.mask_ST.shape)
-        both = unwrapped(self.model).logps(rows.ids_ST, rows.mask_ST, counts_ST, temperature=temperature)
+        both = self.inner.logps(rows.ids_ST, rows.mask_ST, counts_ST, temperature=temperature)
         return both[0].flatten().index_select(0, counted_n), both[1].flatten().index_select(0, counted_n)
 
     def _at_places(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
@@ -360,26 +359,26 @@ class Policy:
 
         The list may be empty if all sequences are one group."""
         by_length = not self.packs and self.no_padding_because is not None
-        if not by_length and self.sides is None:
+        if not by_length and self.boundaries is None:
             return []
         groups: dict[int, list[int]] = {}
         for sequence, length in enumerate(batch.lengths[: len(batch.num_loss_tokens_S)]):
-            side = length if by_length or self.sides is None else self.sides.side(length)
+            side = length if by_length or self.boundaries is None else self.boundaries.side(length)
             groups.setdefault(side, []).append(sequence)
         return list(groups.values())
 
     def _at_places_together(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
-        if self.sides is not None:
-            self.sides.forget()
+        if self.boundaries is not None:
+            self.boundaries.forget()
         if self.packs:
-            within = contextlib.nullcontext if self._fused is None else self._fused.used
+            within = contextlib.nullcontext if self.fused is None else self.fused.used
             with self._routed(batch.routing_NLk, within) as within:
-                read_N = self._read_packed(module, batch, part, within)
+                read_N, _ = self.read_packed(module, batch, part, self.rules, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.padded(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
-        with self._routed(routing, contextlib.nullcontext) as within, also_again(self._modules, within):
-            found = part(self._call_rows(module, rows))
+        with self._routed(routing, contextlib.nullcontext) as within, also_again(self.modules, within):
+            found = part(self.call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             count, longest = rows.ids_ST.shape
@@ -400,13 +399,13 @@ class Policy:
             self._routers = find_routers(self)
         return self._routers
 
-    def _call_rows(self, module: nn.Module, rows: PaddedRows) -> Any:
+    def call_rows(self, module: nn.Module, rows: PaddedRows) -> Any:
         """Call the module on padded rows, with the arguments that its forward takes.
 
         Hugging Face models get no mask: no token of a sequence sees padding on the right, and attention keeps its fast
         causal kernel.
         """
-        known: Json = {"attention_mask": rows.mask_ST} if "attention_mask" in self._arguments else {}
+        known: Json = {"attention_mask": rows.mask_ST} if "attention_mask" in self.arguments else {}
         if self.kind == "hf":
             known = {"use_cache": False} if takes_use_cache(base_model(unwrapped(module))) else {}
         try:
@@ -416,7 +415,7 @@ class Policy:
                 raise
             low, high, num = int(rows.ids_ST.min()), int(rows.ids_ST.max()), rows.ids_ST.shape[1]
             raise ValueError(
-                f"{type(unwrapped(self.model)).__name__} raised IndexError: {error}; it was given ids from {low} to "
+                f"{type(self.inner).__name__} raised IndexError: {error}; it was given ids from {low} to "
                 f"{high}, rows of {num} tokens: does it know so many of both?"
             ) from error
         except RuntimeError as error:  # the model's own error or a lack of memory: keep its type and add a note
@@ -425,22 +424,22 @@ class Policy:
                 error.add_note(f"the model was given ids from {low} to {high}, rows of {rows.ids_ST.shape[1]} tokens")
             raise
 
-    def _call_ids(self, ids_ST: torch.Tensor) -> Any:
-        rows = PaddedRows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
-        return self._call_rows(unwrapped(self.model), rows)
-
     # ---- how the model is read, found by one trial ----
+
+    def fill_in_reading(self) -> None:
+        """Fill in how rows are read, for `trial.try_out`."""
+        trial.try_language_model(self, logits_of, last_hidden_state)
 
     def check_reading(self) -> None:
         """Raise a ValueError, with the reason, if the model's results would be wrong."""
-        if not self._tried:
-            self._try()
+        if not self.was_tried:
+            trial.try_out(self)
 
     @property
     def packs(self) -> bool:
         """True if the model reads packed sequences; else it gets padded rows."""
-        if not self._tried:
-            self._try()
+        if not self.was_tried:
+            trial.try_out(self)
         return self.no_packing_because is None
 
     @property
@@ -451,177 +450,56 @@ class Policy:
     @property
     def fuses(self) -> bool:
         """True if decoder layers use `models.layers`. They then keep only an eighth of the memory for the backward."""
-        return self.packs and self._fused is not None
+        return self.packs and self.fused is not None
 
     @property
     def scores_leanly(self) -> bool:
         """True if a forward without gradient needs little memory: no padding, and never the logits of all tokens."""
         return self.packs and self.no_hidden_because is None
 
-    def _try(self) -> None:
-        """Fill in how the model can be read, found by a trial: only the outputs show what a forward computes."""
-        self._tried = True
-        self.no_hidden_because = self.no_packing_because = self.no_fusing_because = f"it is a {self.kind!r} model"
-        if self.kind != "hf":
-            return
-        try:
-            if self._opaque is None:
-                self._opaque = set(trial.not_differentiable(self.model))
-            with trial.tried(unwrapped(self.model), self.device):
-                self._try_hugging_face()
-            if lost := {
-                name: why for name, why in trial.not_differentiable(self.model).items() if name not in self._opaque
-            }:
-                name, why = next(iter(lost.items()))
-                raise ValueError(
-                    f"model must be differentiable after a forward without gradient, found that {name}, {why}; load it again "
-                    f'with quantize="nf4" or "int8"'
-                )
-        except BaseException:
-            self._tried = False  # so that every later call raises the same error
-            raise
-
-    def _try_hugging_face(self) -> None:
-        """Fill in how rows are read, whether the logits are hidden states times the head, and whether layers are fused."""
-        inner = unwrapped(self.model)
-        rows = self._try_reading(inner, _logits)
-        self.check_causality(rows.batch, lambda one: self._read_padded(inner, one, _logits)[one.places_n])
-        found = trial.decoder_and_head(inner)
-        if not isinstance(found, str):
-            decoder, head = found
-            try:
-                states = [self._read_padded(decoder, one, last_hidden_state) for one in rows.alone]
-                if not trial.gives_logits(head, torch.cat(states), rows.wanted_NV):
-                    found = "its logits are not its hidden states times the head's weight"
-            except Exception as error:  # a foreign forward may raise anything; then this way of reading is not used
-                found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
-        self.no_hidden_because = found if isinstance(found, str) else None
-        why = (
-            None if self.no_packing_because is None else f"it does not read packed sequences: {self.no_packing_because}"
-        )
-        fused = why or trial.fusing(
-            inner, self._rules, lambda: self._read_packed(inner, rows.batch, _logits), self.exact
-        )
-        self.no_fusing_because = fused if isinstance(fused, str) else None
-        self._fused = None if isinstance(fused, str) else fused
-        if self.exact and (why := self.no_fusing_because or self.no_hidden_because):
-            raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
-        if self.exact and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a matmul
-            raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
-        if not isinstance(found, str):
-            decoder, head = found
-            if self.model is not inner:  # compiled: compile the decoder with the same options
-                decoder = self.model.dynamo_ctx(decoder)  # type: ignore[operator]
-            self._head = decoder, head
-
-    def _try_reading(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows":
-        """Fill in how rows can be read together with the results they have alone; return the rows of the trial.
-
-        module   the model or its decoder; `part` selects from its output
-        """
-        inner = unwrapped(self.model)
-        self._modules = list(inner.modules())
-        with trial.rotations(inner) as calls:
-            rows = self._trial_rows(module, part)
-        with contextlib.suppress(Exception):  # rotary modules with unknown arguments cannot be tested
-            self.sides = trial.sides(calls, self.config)
-        if self.sides is not None:  # now with all rows on one side of the boundaries
-            rows = self._trial_rows(module, part)
-        self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows)
-        rules = self._rules
-        with trial.shortened(inner) as is_shorter:
-            if is_shorter and (shorter := self._shorter_rows(module, part)) is not None:
-                found = self._try_together(module, part, shorter)
-                self.no_packing_because = self.no_packing_because or found[0]
-                self.no_padding_because = self.no_padding_because or found[1]
-        self._rules = rules
-        return rows
-
-    def _shorter_rows(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows | None":
-        """Return the rows of a trial; None if the model fails with shorter windows."""
-        try:
-            return self._trial_rows(module, part)
-        except Exception:  # whatever a foreign forward raises
-            return None
-
-    def _trial_rows(self, module: nn.Module, part: Callable[[Any], torch.Tensor]) -> "TrialRows":
-        lengths = self.trial_lengths()
-        ids = torch.arange(1, sum(lengths) + 1) % (self.vocab_size or 13)
-        trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
-        alone = [TokenBatch.of([one], self.device) for one in trajectories]
-        wanted_NV = torch.cat([self._read_padded(module, one, part) for one in alone])
-        return TrialRows(
-            TokenBatch.of(trajectories, self.device),
-            alone,
-            TokenBatch.of([trajectories[-1], trajectories[-1]], self.device),
-            wanted_NV,
-        )
-
-    def _try_together(
-        self, module: nn.Module, part: Callable[[Any], torch.Tensor], rows: "TrialRows"
-    ) -> tuple[str | None, str | None]:
-        """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each."""
-
-        def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
-            return read_packed(self._modules, module, rows.batch, part, rules)
-
-        found = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), rows.wanted_NV)
-        if not isinstance(found, str):
-            self._rules = found
-            return None, None
-        no_padding = trial.attempted(lambda: self._read_padded(module, rows.batch, part), rows.wanted_NV, "padded rows")
-        if no_padding is not None:
-            why = trial.attempted(
-                lambda: self._read_padded(module, rows.twice, part),
-                rows.wanted_NV[-rows.alone[-1].num_tokens :].repeat(2, 1),
-                "rows of one length",
-            )
-            if why is not None:
-                name = type(unwrapped(self.model)).__name__
-                raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
-        return found, no_padding
-
-    def _read_padded(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
+    def read_padded(self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any]) -> torch.Tensor:
         """Return the module's output [N, ..] for the batch as padded rows."""
         rows = batch.padded(self.pad_id)
-        return part(self._call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
+        return part(self.call_rows(module, rows)).flatten(0, 1).index_select(0, rows.index_N)
 
-    def _read_packed(
-        self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any], within: Within = contextlib.nullcontext
-    ) -> torch.Tensor:
-        """Return the module's output [N, ..] for the batch as one packed row."""
-        return read_packed(self._modules, module, batch, part, self._rules, within)[0]
+    def read_packed(
+        self,
+        module: nn.Module,
+        batch: TokenBatch,
+        part: Callable[[Any], torch.Tensor],
+        rules: dict[int, Rule] | None,
+        within: Within = contextlib.nullcontext,
+    ) -> tuple[torch.Tensor, dict[int, Rule]]:
+        """Return the module's output [N, ..] for the batch as one packed row, and the attention rules of its layers.
 
-    def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
-        """Return the row lengths of a trial, with room for further tokens."""
-        longest = self.longest_together
-        return trial.row_lengths(self.config, None if longest is None else max(1, longest - room))
+        rules   attention rules of the layers; None learns them
+        """
+        pass_ = Packed(batch.lengths, batch.cu_seqlens)
+        with reading(self.modules, pass_, within, rules):
+            output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
+        return part(output)[0], pass_.rules
 
     @property
     def longest_together(self) -> int | None:
         """The longest row that can be read together with every shorter one; None if there is no bound."""
         bounds = (
-            [self.max_length] if self.sides is None else [self.max_length, *self.sides.boundaries, self.sides.apart]
+            [self.max_length]
+            if self.boundaries is None
+            else [self.max_length, *self.boundaries.lengths, self.boundaries.apart]
         )
         return min((length for length in bounds if length is not None), default=None)
-
-    def _no_packing(self) -> str | None:
-        """Return why packing is not tried; None if it is."""
-        if self.model is not unwrapped(self.model):
-            return "it is compiled, for shapes that do not change"
-        return None if "position_ids" in self._arguments else "its forward takes no position_ids"
 
     # ---- several processes ----
 
     def shard(self, dtype: torch.dtype | None) -> None:
         """Shard the weights over the processes. Layers compute in `dtype`; None is the dtype of the weights."""
-        inner = unwrapped(self.model)
+        inner = self.inner
         if self.kind == "moe":
             raise ValueError("shard must be 'none' for strop's MoE, whose engine reads whole weights, found 'full'")
         if self.model is not inner:
             raise ValueError("compile must be False with shard='full', found True")
-        if not self._tried:
-            self._try()
+        if not self.was_tried:
+            trial.try_out(self)
         self.shards = Shards(inner, layers_of(inner), dtype)
         self._twin = Policy(self.shards.twin, self.tokenizer)
 
@@ -658,7 +536,7 @@ class Policy:
         ref_model   a model, or its folder or name
         name        its name in errors
         """
-        inner = unwrapped(self.model)
+        inner = self.inner
         if isinstance(ref_model, (str, Path)):  # load in our dtype, so that equal weights give an equal function
             dtypes = [param.dtype for param in inner.parameters() if param.is_floating_point()]
             ref_model, _ = load_model(ref_model, dtype=dtypes[0] if dtypes else None, device=self.device)
@@ -685,16 +563,7 @@ class Policy:
         return Reference(ref, kind)
 
     def __repr__(self) -> str:
-        return f"Policy({type(unwrapped(self.model)).__name__}, kind={self.kind!r}, device={self.device})"
-
-
-class TrialRows(NamedTuple):
-    """The rows of a trial: all packed, each alone, the longest twice; and the outputs of each alone."""
-
-    batch: TokenBatch
-    alone: list[TokenBatch]
-    twice: TokenBatch
-    wanted_NV: torch.Tensor
+        return f"Policy({type(self.inner).__name__}, kind={self.kind!r}, device={self.device})"
 
 
 class Reference:
@@ -714,31 +583,17 @@ class Reference:
     @torch.no_grad()
     def logps(self, batch: TokenBatch, *, temperature: float = 1.0) -> torch.Tensor:
         batch = replace(batch, routing_NLk=None)  # this is the policy's routing; the reference must not depend on it
-        if self.kind != "adapter off":  # it may live on another device
-            logps_n = self.policy.logps(batch.to(self.policy.device), temperature=temperature)
-            return logps_n.to(batch.device)
-        inner = unwrapped(self.policy.model)
-        with evaluating(inner), adapter_off(inner):
+        if self.kind != "adapter off":
+            device = batch.ids_N.device  # the reference may live on another one
+            batch = batch if device == self.policy.device else batch.to(self.policy.device)
+            return self.policy.logps(batch, temperature=temperature).to(device)
+        with self.policy.evaluating(), adapter_off(self.policy.inner):
             return self.policy.logps(batch, temperature=temperature)
 
 
-def read_packed(
-    modules: Sequence[nn.Module],
-    module: nn.Module,
-    batch: TokenBatch,
-    part: Callable[[object], torch.Tensor],
-    rules: dict[int, Rule] | None,
-    within: Within = contextlib.nullcontext,
-) -> tuple[torch.Tensor, dict[int, Rule]]:
-    """Return the module's output [N, ..] for the batch as one packed row, and the attention rules of its layers.
-
-    modules   all modules of the model
-    rules     attention rules of the layers; None learns them
-    """
-    pass_ = Packed(batch.lengths, batch.cu_seqlens)
-    with reading(modules, pass_, within, rules):
-        output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
-    return part(output)[0], pass_.rules
+def _listed_ids(value: int | Sequence[int] | None) -> list[int]:
+    """Return one token id, several, or None as a list."""
+    return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
 
 
 def takes_use_cache(model: nn.Module) -> bool:
@@ -756,7 +611,7 @@ def forward_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _logits(output: object) -> Any:
+def logits_of(output: object) -> Any:
     logits = getattr(output, "logits", None)
     if logits is not None:
         return logits

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop._contexts import evaluating
 from strop.models.kinds import unwrapped
-from strop.models.trial import tried
 
 RECORDED = torch.int16  # dtype of recorded expert ids
 Within = Callable[[], contextlib.AbstractContextManager[object]]  # makes the context in which a forward runs
@@ -175,7 +175,7 @@ def _normalises(router: torch.nn.Module) -> bool | str:
     top_k, num_experts, hidden_dim = sizes
     if num_experts > torch.iinfo(RECORDED).max:
         return f"has {num_experts} experts, more than are recorded"
-    with tried(router, weight.device):
+    with torch.no_grad(), evaluating(router):
         states_NH = torch.randn(8, hidden_dim, generator=torch.Generator().manual_seed(0)).to(weight)
         try:
             output = router(states_NH)

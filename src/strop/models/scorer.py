@@ -14,6 +14,7 @@ from torch import nn
 
 from strop._types import Tokenizer
 from strop.data.batch import TokenBatch
+from strop.models import trial
 from strop.models.kinds import base_model, is_classifier, unwrapped
 from strop.models.policy import Policy, forward_arguments, last_hidden_state
 
@@ -40,7 +41,7 @@ class Scorer(Policy):
                 f"found a {type(inner).__name__}{labels}"
             )
         self.kind = "hf"
-        self._arguments = forward_arguments(inner)
+        self.arguments = forward_arguments(inner)
         self.decoder: nn.Module = inner.base_model
         self.scores_tokens = False
         """Whether a token's score is asked for too, as a critic's is: it must not depend on what comes after it."""
@@ -57,10 +58,10 @@ class Scorer(Policy):
         hidden_nH = self._at_places(self.decoder, batch, last_hidden_state)
         return base_model(unwrapped(self.model)).score(hidden_nH)[:, 0].to(self.loss_dtype)
 
-    def _try_hugging_face(self) -> None:
+    def fill_in_reading(self) -> None:
         """Fill in how rows are read. Raise a ValueError if tokens are scored and the model is not causal."""
         self.no_hidden_because = self.no_fusing_because = "it is a sequence classifier"
-        rows = self._try_reading(self.decoder, last_hidden_state)
+        rows = trial.try_reading(self, self.decoder, last_hidden_state)
         if self.scores_tokens:
-            states = functools.partial(self._read_padded, self.decoder, part=last_hidden_state)
+            states = functools.partial(self.read_padded, self.decoder, part=last_hidden_state)
             self.check_causality(rows.batch, lambda one: states(one)[one.places_n])

@@ -1,4 +1,4 @@
-"""Trials that find out which ids a module takes, whether it is causal, and how it can be read. They leave it unchanged.
+"""The trial of a policy: which ids its model takes, whether it is causal, how it can be read. The model stays as it is.
 
 N tokens of S sequences, n of them in the loss; T tokens of a row; V vocabulary.
 """
@@ -8,17 +8,23 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from strop.data.batch import TokenBatch
+from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.models.attention import Rule, Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
-from strop.models.kinds import base_model, evaluating, is_peft, is_plain, of_config
+from strop.models.kinds import base_model, is_peft, is_plain, of_config
+from strop.models.rotations import boundaries_of, rotations
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
+
+if TYPE_CHECKING:
+    from strop.models.policy import Policy
+
+Part = Callable[[Any], torch.Tensor]  # selects from the output of a forward
 
 # config keys of models whose logits are not hidden @ weightᵀ + bias (Gemma 2, Cohere, Granite, Falcon-H1 …)
 LOGITS_CHANGED_BY = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "logit_soft_cap")
@@ -30,13 +36,10 @@ LONGEST_SPAN = 256  # the longest span that a trial's rows exceed
 TRIED = (1, 0, 1)  # ids in every vocabulary that cannot be confused with positions or token types
 
 
-def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], device: torch.device) -> int | None:
-    """Return the size of the nn.Embedding that receives the ids; None if none is found.
-
-    forward   calls the module on ids [S, T]
-    """
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    ids_ST = torch.tensor([TRIED], device=device)
+def known_ids(policy: "Policy") -> int | None:
+    """Return the size of the nn.Embedding that receives the ids; None if none is found."""
+    tables = [part for part in policy.inner.modules() if isinstance(part, nn.Embedding)]
+    ids_ST = torch.tensor([TRIED], device=policy.device)
     sizes: list[int] = []
 
     def look(table: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -46,15 +49,16 @@ def known_ids(module: nn.Module, forward: Callable[[torch.Tensor], object], devi
     hooks = [table.register_forward_pre_hook(look) for table in tables]
     try:
         # ignore errors on three tokens: the first real batch may have a shape that works
-        with tried(module, device), contextlib.suppress(Exception):
-            forward(ids_ST)
+        with tried(policy), contextlib.suppress(Exception):
+            rows = PaddedRows(ids_ST, torch.ones_like(ids_ST, dtype=torch.bool), torch.arange(ids_ST.numel()))
+            policy.call_rows(policy.inner, rows)
     finally:
         for hook in hooks:
             hook.remove()
     return min(sizes, default=None)
 
 
-def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch) -> bool | None:
+def looks_ahead(policy: "Policy", logits: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch) -> bool | None:
     """Return whether the logits that predict a sequence's first loss token change with that token and later ones.
 
     The prompt may be read in both directions. The batch keeps its shape, which the module will read anyway. Return False
@@ -70,7 +74,7 @@ def looks_ahead(module: nn.Module, logits: Callable[[TokenBatch], torch.Tensor],
     def found(changed: list[int]) -> torch.Tensor:
         return logits(_with_others(batch, {one: first[one] for one in changed}, known))[places].clone()
 
-    with tried(module, batch.ids_N.device):
+    with tried(policy):
         as_it_is_SV, changed_SV = found([]), found(sequences)
         differs = next((i for i in range(len(places)) if not _is_same(as_it_is_SV[i], changed_SV[i])), None)
         if differs is None:
@@ -102,20 +106,24 @@ def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def tried(module: nn.Module, device: torch.device) -> Iterator[None]:
+def tried(policy: "Policy") -> Iterator[None]:
     """Run a trial in eval mode and without gradient, and restore the RNG state afterwards."""
-    rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with rng, torch.no_grad(), evaluating(module), warnings.catch_warnings():
+    rng = torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else [])
+    with rng, torch.no_grad(), policy.evaluating(), warnings.catch_warnings():
         # torch warns once per process, at the first matmul in the backward thread, and then creates the context
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         yield
 
 
-def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
-    """Return the lengths of a trial's rows: two of three exceed every window, chunk and block of up to 256 tokens."""
+def trial_lengths(policy: "Policy", room: int = 0) -> tuple[int, int, int]:
+    """Return the lengths of a trial's rows: two of three exceed every window, chunk and block of up to 256 tokens.
+
+    room   for so many further tokens
+    """
+    config, longest = policy.config, policy.longest_together
     fields = vars(config.get_text_config() if hasattr(config, "get_text_config") else config)
     spans = [size for name, size in fields.items() if type(size) is int and size <= LONGEST_SPAN and SPAN.search(name)]
-    longest = longest or LONGEST_SPAN + 5
+    longest = LONGEST_SPAN + 5 if longest is None else max(1, longest - room)
     span = max([2, *spans])
     return min(3, longest), min(span + 3, longest), min(span + 5, longest)
 
@@ -228,138 +236,151 @@ def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], ob
         return f"its layers fail in that way ({type(error).__name__}: {error})"
 
 
-# ---- rows whose results depend on the longest row of the call ----
-#
-# Longrope changes the frequencies of all rows of a call if one row is longer than a boundary. Dynamic rotary embeddings
-# change them for every length beyond it. To find this, the model's rotary modules are called on the first two positions
-# together with positions before and after each boundary in the config.
-
-BOUNDARY = re.compile(r"max_position|max_seq_len|context_length")  # in names of fields of configs and modules
+# ---- the trial of a policy ----
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotation:
-    """A call that a model makes to a rotary module, with the arguments it used."""
+class TrialRows(NamedTuple):
+    """The rows of a trial: all packed, each alone, the longest twice; and the outputs of each alone."""
 
-    module: nn.Module
-    arguments: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *positions: int) -> list[torch.Tensor]:
-        """Return the module's output for positions 0 and 1 when the given positions follow them."""
-        device = next(self.module.buffers()).device
-
-        def other(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if value.is_floating_point():
-                return value.new_empty(1, 1, 1, device=device)
-            return torch.tensor([0, 1, *positions], device=device).expand(*value.shape[:-1], -1)
-
-        with torch.no_grad():
-            found = self.module(*map(other, self.arguments), **{name: other(value) for name, value in self.named})
-        return [one[..., :2, :].clone() for one in (found if isinstance(found, (tuple, list)) else [found])]
-
-    def changes(self, *positions: int) -> bool:
-        """Return whether these positions change the rotation of positions 0 and 1."""
-        alone, beside = self(), self(*positions)
-        self()  # reset: dynamic frequencies stay those of the longest row until a short row is read
-        return not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(alone, beside, strict=True))
+    batch: TokenBatch
+    alone: list[TokenBatch]
+    twice: TokenBatch
+    wanted_NV: torch.Tensor
 
 
-@contextlib.contextmanager
-def rotations(model: nn.Module) -> Iterator[list[Rotation]]:
-    """Yield a list; on exit, add to it the calls that the model made to its rotary modules."""
-    found: dict[tuple[int, str], Rotation] = {}
-    result: list[Rotation] = []
-
-    def look(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        options = [value for value in (*arguments, *named.values()) if not isinstance(value, torch.Tensor)]
-        found.setdefault((id(module), repr(options)), Rotation(module, arguments, tuple(named.items())))
-
-    modules = [one for one in model.modules() if any(name.endswith("inv_freq") for name in one._buffers)]
-    hooks = [one.register_forward_pre_hook(look, with_kwargs=True) for one in modules]
+def try_out(policy: "Policy") -> None:
+    """Fill in how the model can be read, found by a trial: only the outputs show what a forward computes."""
+    policy.was_tried = True
+    policy.no_hidden_because = policy.no_packing_because = policy.no_fusing_because = f"it is a {policy.kind!r} model"
+    if policy.kind != "hf":
+        return
     try:
-        yield result
-    finally:
-        for hook in hooks:
-            hook.remove()
-        result += found.values()
+        if policy.opaque is None:
+            policy.opaque = set(not_differentiable(policy.model))
+        with tried(policy):
+            policy.fill_in_reading()
+        if lost := {name: why for name, why in not_differentiable(policy.model).items() if name not in policy.opaque}:
+            name, why = next(iter(lost.items()))
+            raise ValueError(
+                f"model must be differentiable after a forward without gradient, found that {name}, {why}; load it again "
+                f'with quantize="nf4" or "int8"'
+            )
+    except BaseException:
+        policy.was_tried = False  # so that every later call raises the same error
+        raise
 
 
-@dataclasses.dataclass(frozen=True)
-class Sides:
-    """The rule for rows that may be read together: those on the same side of all boundaries.
+def try_language_model(policy: "Policy", logits: Part, last_hidden_state: Part) -> None:
+    """Fill in how rows are read, whether the logits are hidden states times the head, and whether layers are fused.
 
-    boundaries   a row is beyond a boundary if it has more tokens
-    apart        rows with more tokens than this are read only with rows of equal length; None if there is no such limit
-    rotations    the rotary calls that depend on the longest row
+    logits, last_hidden_state   return these parts of a forward's output
     """
-
-    boundaries: tuple[int, ...]
-    apart: int | None
-    rotations: tuple[Rotation, ...]
-
-    @property
-    def told(self) -> str:
-        """The rule in words."""
-        beyond = [f"rows on the same side of {boundary} tokens together" for boundary in self.boundaries]
-        equal = [] if self.apart is None else [f"rows of more than {self.apart} tokens with rows of equal length"]
-        return ", ".join(beyond + equal) + ": its rotation depends on the longest row of a call"
-
-    def side(self, length: int) -> int:
-        """Return a group number: rows whose lengths have the same number can be read together."""
-        if self.apart is not None and length > self.apart:
-            return length
-        return -sum(length > boundary for boundary in self.boundaries)
-
-    def steps(self, length: int) -> int | None:
-        """Return how many tokens a row of this length can be extended by with a KV cache; None if there is no limit.
-
-        It is 0 if the cache would belong to another side, or if every length has its own frequencies.
-        """
-        if self.apart is not None and length > self.apart:
-            return 0
-        if any(length == boundary + 1 for boundary in self.boundaries):
-            return 0  # a cache without the last token would belong to the side before the boundary
-        ahead = [boundary for boundary in (*self.boundaries, self.apart) if boundary is not None and boundary >= length]
-        return min(ahead) + 1 - length if ahead else None
-
-    def forget(self) -> None:
-        """Reset the rotary modules, because dynamic frequencies depend on the previous call."""
-        for rotation in self.rotations if self.apart is not None else ():
-            rotation()
+    inner = policy.inner
+    rows = try_reading(policy, inner, logits)
+    policy.check_causality(rows.batch, lambda one: policy.read_padded(inner, one, logits)[one.places_n])
+    found = decoder_and_head(inner)
+    if not isinstance(found, str):
+        decoder, head = found
+        try:
+            states = [policy.read_padded(decoder, one, last_hidden_state) for one in rows.alone]
+            if not gives_logits(head, torch.cat(states), rows.wanted_NV):
+                found = "its logits are not its hidden states times the head's weight"
+        except Exception as error:  # a foreign forward may raise anything; then this way of reading is not used
+            found = f"its decoder fails apart from its head ({type(error).__name__}: {error})"
+    policy.no_hidden_because = found if isinstance(found, str) else None
+    why = (
+        None if policy.no_packing_because is None else f"it does not read packed sequences: {policy.no_packing_because}"
+    )
+    fused = why or fusing(
+        inner, policy.rules, lambda: policy.read_packed(inner, rows.batch, logits, policy.rules)[0], policy.exact
+    )
+    policy.no_fusing_because = fused if isinstance(fused, str) else None
+    policy.fused = None if isinstance(fused, str) else fused
+    if policy.exact and (why := policy.no_fusing_because or policy.no_hidden_because):
+        raise ValueError(f"exact must be False for this {type(inner).__name__}, found True: {why}")
+    if policy.exact and policy.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:  # angles are a matmul
+        raise ValueError("torch.backends.cuda.matmul.allow_tf32 must be False with exact, found True")
+    if not isinstance(found, str):
+        decoder, head = found
+        if policy.model is not inner:  # compiled: compile the decoder with the same options
+            decoder = policy.model.dynamo_ctx(decoder)  # type: ignore[operator]
+        policy.head = decoder, head
 
 
-def sides(rotations: list[Rotation], config: object) -> Sides | None:
-    """Return the `Sides` of rotations that change with the longest row of a call; None if none changes."""
-    boundaries: set[int] = set()
-    apart: int | None = None
-    for rotation in rotations:
-        lengths = sorted(_lengths(config) | _lengths_in(vars(rotation.module)))
-        if not lengths or not rotation.changes(4 * lengths[-1]):
-            continue
-        # positions count from 0: position L belongs to a row of L + 1 tokens
-        first = next((L for L in lengths if rotation.changes(L) and not rotation.changes(L - 1)), 0)
-        alike = first and all(torch.equal(a, b) for a, b in zip(rotation(first), rotation(4 * first), strict=True))
-        rotation()
-        if alike:
-            boundaries.add(first)
-        else:
-            apart = min(first, first if apart is None else apart)
-    return Sides(tuple(sorted(boundaries)), apart, tuple(rotations)) if boundaries or apart is not None else None
+def try_reading(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
+    """Fill in how rows can be read together with the results they have alone; return the rows of the trial.
+
+    module   the model or its decoder; `part` selects from its output
+    """
+    inner = policy.inner
+    policy.modules = list(inner.modules())
+    with rotations(inner) as calls:
+        rows = _trial_rows(policy, module, part)
+    with contextlib.suppress(Exception):  # rotary modules with unknown arguments cannot be tested
+        policy.boundaries = boundaries_of(calls, policy.config)
+    if policy.boundaries is not None:  # now with all rows on one side of the boundaries
+        rows = _trial_rows(policy, module, part)
+    policy.no_packing_because, policy.no_padding_because = _try_together(policy, module, part, rows)
+    rules = policy.rules
+    with shortened(inner) as is_shorter:
+        if is_shorter and (shorter := _shorter_rows(policy, module, part)) is not None:
+            found = _try_together(policy, module, part, shorter)
+            policy.no_packing_because = policy.no_packing_because or found[0]
+            policy.no_padding_because = policy.no_padding_because or found[1]
+    policy.rules = rules
+    return rows
 
 
-def _lengths(config: Any) -> set[int]:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return _lengths_in(vars(text))
+def _shorter_rows(policy: "Policy", module: nn.Module, part: Part) -> TrialRows | None:
+    """Return the rows of a trial; None if the model fails with shorter windows."""
+    try:
+        return _trial_rows(policy, module, part)
+    except Exception:  # whatever a foreign forward raises
+        return None
 
 
-def _lengths_in(fields: dict[str, Any]) -> set[int]:
-    found = {size for name, size in fields.items() if type(size) is int and size > 2 and BOUNDARY.search(str(name))}
-    for value in fields.values():
-        found |= _lengths_in(value) if type(value) is dict else set()
-    return found
+def _trial_rows(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
+    lengths = trial_lengths(policy)
+    ids = torch.arange(1, sum(lengths) + 1) % (policy.vocab_size or 13)
+    trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
+    alone = [TokenBatch.of([one], policy.device) for one in trajectories]
+    wanted_NV = torch.cat([policy.read_padded(module, one, part) for one in alone])
+    return TrialRows(
+        TokenBatch.of(trajectories, policy.device),
+        alone,
+        TokenBatch.of([trajectories[-1], trajectories[-1]], policy.device),
+        wanted_NV,
+    )
+
+
+def _try_together(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> tuple[str | None, str | None]:
+    """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each."""
+
+    def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
+        return policy.read_packed(module, rows.batch, part, rules)
+
+    found = _no_packing(policy) or packing(read, of_config(policy.config, "num_hidden_layers"), rows.wanted_NV)
+    if not isinstance(found, str):
+        policy.rules = found
+        return None, None
+    no_padding = attempted(lambda: policy.read_padded(module, rows.batch, part), rows.wanted_NV, "padded rows")
+    if no_padding is not None:
+        why = attempted(
+            lambda: policy.read_padded(module, rows.twice, part),
+            rows.wanted_NV[-rows.alone[-1].num_tokens :].repeat(2, 1),
+            "rows of one length",
+        )
+        if why is not None:
+            name = type(policy.inner).__name__
+            raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
+    return found, no_padding
+
+
+def _no_packing(policy: "Policy") -> str | None:
+    """Return why packing is not tried; None if it is."""
+    if policy.model is not policy.inner:
+        return "it is compiled, for shapes that do not change"
+    return None if "position_ids" in policy.arguments else "its forward takes no position_ids"
 
 
 # ---- layers through which no gradient passes ----

@@ -30,6 +30,16 @@ def sums_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums: float64, or float32 on a device without float64 (Apple's)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the dtype for sums."""
+    return tensor.to(widest(tensor.device))
+
+
 def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
     """Return the tensors detached and in `dtype`, that of the policy's log-probs, so that the loss has it too."""
     return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)

@@ -12,7 +12,7 @@ from strop.models.decoder_layers import ALLOWED, relative_error
 from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
 from strop.models.routing import Routers
-from strop.models.trial import shortened
+from strop.models.trial import shortened, trial_lengths
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen, States
 
@@ -33,7 +33,7 @@ def errors_are_unsupported(what: str) -> Iterator[None]:
 def probe(policy: Policy) -> list[torch.Tensor]:
     """Return three prompts of different lengths, of ids the model knows and short enough for it."""
     size = policy.vocab_size or 2
-    _, shorter, longest = policy.trial_lengths(room=2)
+    _, shorter, longest = trial_lengths(policy, room=2)
     lengths = (longest, shorter, 1)
     return [(torch.arange(length) + 1 + 2 * i) % size for i, length in enumerate(lengths)]
 

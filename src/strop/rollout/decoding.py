@@ -27,7 +27,7 @@ import torch
 from strop.models import Policy, base_model, unwrapped
 from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
-from strop.rollout import checks, plain, sides, transformers_generate
+from strop.rollout import boundaries, checks, plain, transformers_generate
 from strop.rollout.cached_rows import CachedRows, read_chunks, read_on, store
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
@@ -606,7 +606,7 @@ def complete(
 ) -> tuple[list[torch.Tensor], ...]:
     with _turn:
         engine = engine_of(policy)
-        if policy.sides is not None and not sides.stays(policy.sides, prompts, sampling.max_new_tokens):
+        if policy.boundaries is not None and not boundaries.stays(policy.boundaries, prompts, sampling.max_new_tokens):
             if routers is not None:
                 raise ValueError(
                     f"replay_routing must be False: rows of {max(map(len, prompts)) + sampling.max_new_tokens} tokens are "
@@ -616,7 +616,7 @@ def complete(
             with_cache = engine.complete  # rows of earlier turns may be of another side, so they are read again
             if isinstance(engine, Engine):
                 with_cache = functools.partial(_by_engine, engine)
-            return sides.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
+            return boundaries.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
         if isinstance(engine, Engine):
             return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers)
         if routers is not None:
@@ -635,8 +635,8 @@ def _by_engine(
     Beyond a boundary, models with states use whole forwards: the engine would read the first part of a prompt on
     another side.
     """
-    assert policy.sides is not None
-    if engine.states.by_key and policy.sides.side(len(prompts[0])) != policy.sides.side(1):
+    assert policy.boundaries is not None
+    if engine.states.by_key and policy.boundaries.side(len(prompts[0])) != policy.boundaries.side(1):
         return plain.complete(policy, prompts, *request)
     return engine.complete(prompts, *request)
 
@@ -645,7 +645,7 @@ def engine_of(policy: Policy) -> Engine | Fallback:
     """Return the engine for the weights at their present addresses, or its fallback. A fallback warns once."""
     if policy.rollout_engine is None:
         policy.check_reading()
-    now = signature(policy.model, policy.sides)
+    now = signature(policy.model, policy.boundaries)
     if policy.rollout_engine is None or policy.rollout_engine[0] != now:
         policy.rollout_engine = None  # free its memory first
         engine: Engine | Fallback

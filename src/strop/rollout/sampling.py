@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop._tensors import widest
 from strop.config import Sampling
+from strop.ops.head import widest
 
 
 def uniforms(seed: int, addresses: Sequence[int], num_samples: int, num_tokens: int) -> torch.Tensor:

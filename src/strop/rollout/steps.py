@@ -31,7 +31,8 @@ from strop.models.decoder_layers import (
     rms_norm_of,
 )
 from strop.models.kinds import is_plain
-from strop.models.trial import Sides, decoder_and_head
+from strop.models.rotations import Boundaries
+from strop.models.trial import decoder_and_head
 from strop.rollout.slots import CacheShape, OneRow, slot_cache
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
@@ -420,13 +421,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def signature(model: nn.Module, sides: Sides | None = None) -> Any:
+def signature(model: nn.Module, boundaries: Boundaries | None = None) -> Any:
     """Return a value that changes when an engine is no longer valid.
 
     It covers addresses of weights and buffers, adapters and their scaling (a constant in a graph), autocast, and hooks.
     """
     adapters, altered, tensors, devices = [], [], [], set()
-    renewed = set() if sides is None else {id(one.module) for one in sides.rotations}  # renewed in every forward
+    renewed = (
+        set() if boundaries is None else {id(one.module) for one in boundaries.rotations}
+    )  # renewed in every forward
     module: Any
     for index, module in enumerate(model.modules()):
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters"):

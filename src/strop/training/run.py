@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
-from strop._phases import Settings
+from strop._contexts import Settings
 from strop._types import Json
 from strop.config import RunConfig
 from strop.data.ahead import NUM_ROWS_AHEAD

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, Ty
 import torch
 
 from strop import _trl
+from strop._contexts import Phases, Settings, contained
 from strop._install import missing
-from strop._phases import Phases, Settings, contained
-from strop._tensors import widest
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig
 from strop.config.base import option_names, unknown_option
@@ -37,6 +36,7 @@ from strop.distributed import World, world
 from strop.models import Policy, as_policy, load_model, one_thread, unwrapped
 from strop.models.prepare import check_precision, prepared_model
 from strop.models.scorer import as_scorer
+from strop.ops.head import widest
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
 from strop.training.folder import flat, remove_run
