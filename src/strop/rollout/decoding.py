@@ -32,7 +32,7 @@ from strop.rollout.cached_rows import CachedRows, read_chunks, read_on, store
 from strop.rollout.grammar import Matchers, allowed_bits, restricted, take
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
-from strop.rollout.slots import Decode, Key, Prefill, Rows, States
+from strop.rollout.slots import AsksForLength, Decode, Key, Prefill, Rows, States
 from strop.rollout.steps import FusedLayers, OwnLayers, autocast_dtype, read, signature
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # numbers of rows in a step; more rows than the largest wait
@@ -142,7 +142,11 @@ class Engine:
         compiled = policy.model is not unwrapped(policy.model)  # the user compiled the model
         own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
         ids = checks.probe(policy)[0]
-        seen = checks.states_of(own, ids, self.device)
+        try:
+            seen = checks.states_of(own, ids, self.device)
+        except AsksForLength:
+            own.in_one_row = True
+            seen = checks.states_of(own, ids, self.device)
         self.shape, self.rules = checks.cache_shape(seen), list(seen.rules.values())
         self.states: States = seen.states  # states of one row
         self.continues = True  # False if several tokens cannot be read after a state
