@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from strop._install import missing
@@ -72,7 +73,7 @@ class Matcher:
     def ended(self) -> bool:
         return bool(self.error) or self._matcher.is_stopped()
 
-    def write_allowed(self, bits_NW: Any, row: int) -> None:
+    def write_allowed(self, bits_NW: np.ndarray, row: int) -> None:
         """Set the bits of the tokens that may follow, in this row of the array."""
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -96,9 +97,8 @@ Matchers = Sequence[Matcher | None]  # one per row; None for a row that may hold
 
 def allowed_bits(matchers: Matchers) -> torch.Tensor:
     """Return [N, W] int32, a bit for each token that may follow. Rows without a matcher have all bits set."""
-    from llguidance.numpy import allocate_token_bitmask
-
-    bits_NW = allocate_token_bitmask(len(matchers), next(one.vocab_size for one in matchers if one is not None))
+    vocab_size = next(one.vocab_size for one in matchers if one is not None)
+    bits_NW = np.full((len(matchers), -(-vocab_size // 32)), -1, np.int32)
     for row, matcher in enumerate(matchers):
         if matcher is not None:
             matcher.write_allowed(bits_NW, row)

@@ -30,12 +30,12 @@ def complete(
     model = unwrapped(policy.model)
     model._check_sharing()  # the engine must read the weights that training wrote
     rows, cache = [prompt.numpy() for prompt in prompts], None
-    if matchers is not None:
+    if matchers is not None and cached is None:
         rows, num_samples = [row for row in rows for _ in range(num_samples)], 1
-        cached = cached or CachedRows(now=range(len(rows)))
+        cached = CachedRows(now=range(len(rows)))
     if cached is not None:
         rows, cache = _going_on(model.moe.engine, rows, cached, sampling.max_new_tokens)
-    if matchers is not None:
+    if matchers is not None and cached is not None:
         found = _by_steps(model.moe.engine, rows, cache, sampling, uniforms_BT.numpy(), eos_ids, list(matchers))
         cached.rows.update({row: (cache, at) for at, row in enumerate(cached.now)})
         return [torch.tensor(ids) for ids, _ in found], [torch.tensor(logps, dtype=model.dtype) for _, logps in found]
