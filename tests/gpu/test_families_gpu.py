@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from benchmarks.contenders.generation import FAMILIES, TINY
 
+from benchmarks.contenders.generation import FAMILIES, TINY
 from strop.models import as_policy
 from strop.rollout import Sampling, generate
 
