@@ -12,12 +12,17 @@ from tiny_qwen2 import tiny_qwen2
 
 import strop
 from strop.algorithms.grpo import GRPO
+from strop.algorithms.sft import SFT
+from strop.config.policy_losses import clipped_surrogate
+from strop.environments.dialogue import Dialogue
 
 SOURCE = Path(strop.__file__).parent
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST = {"warm": (24, 41), "first": (33, 73)}  # files and arrows of a step; a reader has to follow them
+MOST = {"warm": (20, 34), "first": (32, 75), "sft": (14, 23)}  # files and arrows of a step; a reader has to follow them
+MOST_FRAMES = 14  # of the package, from `train_step` down to the formula of the loss
 BOTH_WAYS = {("algorithms/on_policy.py", "training/trainer.py")}  # the algorithms' base and the trainer it subclasses
 PROMPTS = [[5, 6, 7], [8, 9]]
+COMPLETIONS = [[10, 1], [11, 12, 13]]
 
 
 def section(title):
@@ -74,13 +79,15 @@ def walked(work):
 
 @pytest.fixture(scope="module")
 def walks():
-    """Of GRPO the second `train_step`, and the first step of `train`."""
-    warm, first = new_grpo(), new_grpo()
+    """Of GRPO the second `train_step` and the first step of `train`; of SFT the second `train_step`."""
+    warm, first, sft = new_grpo(), new_grpo(), SFT(model=tiny_qwen2(), batch_size=2)
     warm.train_step(PROMPTS)
+    sft.train_step(PROMPTS, COMPLETIONS)
     rows = [{"prompt": prompt} for prompt in PROMPTS]
     return {
         "warm": walked(lambda: warm.train_step(PROMPTS)),
         "first": walked(lambda: first.train(rows, num_steps=1, progress=False)),
+        "sft": walked(lambda: sft.train_step(PROMPTS, COMPLETIONS)),
     }
 
 
@@ -103,8 +110,11 @@ def test_a_step_is_short(walks, which):
 
 
 @pytest.mark.parametrize("environment", [None, OfIds], ids=["one turn", "turns"])
-def test_trajectories_alone_carry_tokens_from_the_row_to_the_batch(environment):
-    """Every part of a step takes trajectories, in their order; what the loss reads is their TokenBatch."""
+def test_trajectories_alone_carry_tokens_from_the_row_to_the_batch(environment, monkeypatch):
+    """Every part of a step takes trajectories, in their order; what the loss reads is their TokenBatch.
+
+    With the row itself these are three containers. A conversation with an environment is a fourth.
+    """
     trainer, seen = new_grpo(environment=environment), []
 
     def watch(owner, name):
@@ -120,9 +130,35 @@ def test_trajectories_alone_carry_tokens_from_the_row_to_the_batch(environment):
     for name in ("sample", "score", "reward", "advantages", "learn", "loss_on"):
         watch(trainer, name)
     watch(trainer.policy, "loss")
-    trainer.train_step(PROMPTS)
+    conversations, draw = set(), Dialogue.draw
+    monkeypatch.setattr(Dialogue, "draw", lambda self, *given: conversations.add("Dialogue") or draw(self, *given))
+    trainer.run_step(trainer.step_on, trainer.prepare([{"prompt": prompt} for prompt in PROMPTS]))
     parts = [(name, "Trajectory") for name in ("sample", "score", "reward", "advantages", "learn", "loss_on")]
     assert seen == [*parts, ("loss", "TokenBatch")]
+    assert conversations == (set() if environment is None else {"Dialogue"})
+
+
+def test_the_formula_of_the_loss_is_near():
+    """A reader who looks for the formula follows few calls from `train_step` down to it."""
+    trainer, depths = new_grpo(), []
+    trainer.train_step(PROMPTS)
+
+    def see(frame, event, _):
+        if event == "call" and frame.f_code is clipped_surrogate.__code__:
+            caller, above = frame.f_back, []
+            while caller is not None:
+                above += [caller.f_code.co_qualname] if file_of(caller) else []
+                caller = caller.f_back
+            depths.append(above)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        trainer.train_step(PROMPTS)
+    finally:
+        sys.setprofile(before)
+    assert depths
+    assert max(map(len, depths)) <= MOST_FRAMES, depths[0]
 
 
 def test_no_two_files_call_each_other(walks):

@@ -11,7 +11,7 @@ from tiny_models import VOCAB, PlainModel, batch_of, every_kind, llama, moe, pla
 from yardstick import same
 
 from strop.data.batch import TokenBatch, Trajectory
-from strop.models import as_policy, evaluating, load_model
+from strop.models import as_policy, load_model
 from strop.moe import MoEConfig, MoETransformer
 from strop.ops import linear_logp, logp
 
@@ -345,7 +345,7 @@ def test_compiled_model_has_the_same_log_probs():
     torch.testing.assert_close(
         policy.logps(batch_of(ROWS)), as_policy(model).logps(batch_of(ROWS)), rtol=1e-6, atol=1e-6
     )
-    assert isinstance(policy._head[0], torch._dynamo.OptimizedModule)
+    assert isinstance(policy.head[0], torch._dynamo.OptimizedModule)
     assert policy.kind == "hf"
     assert policy.eos_ids == as_policy(model).eos_ids
 
@@ -417,7 +417,7 @@ class TestLoRA:
             reference.logps(batch), as_policy(llama()).logps(batch).detach(), rtol=1e-6, atol=1e-6
         )
         assert model.training
-        with evaluating(model):
+        with as_policy(model).evaluating():
             assert not torch.allclose(policy.logps(batch), reference.logps(batch), atol=1e-3)
 
     def test_an_adapter_that_transformers_holds(self):
@@ -489,7 +489,7 @@ def test_evaluating_restores_every_module():
     model = llama().train()
     model.model.norm.eval()
     modes = [module.training for module in model.modules()]
-    with contextlib.suppress(KeyError), evaluating(model):
+    with contextlib.suppress(KeyError), as_policy(model).evaluating():
         assert not any(module.training for module in model.modules())
         raise KeyError  # also where something fails within
     assert [module.training for module in model.modules()] == modes

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, masking_utils
 
 from strop.data.batch import TokenBatch, Trajectory
-from strop.models import as_policy
+from strop.models import as_policy, trial
 from strop.models.attention import (
     Packed,
     Rule,
@@ -20,7 +20,8 @@ from strop.models.attention import (
     current,
     seen_by,
 )
-from strop.models.trial import rotations, shortened, sides
+from strop.models.rotations import boundaries_of, rotations
+from strop.models.trial import shortened
 from strop.rollout import Sampling, generate
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -166,8 +167,8 @@ def test_the_length_is_found_at_which_a_rotation_depends_on_the_longest_row(mode
     model = model()
     with rotations(model) as calls:
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    found = sides(calls, model.config)
-    assert (found and (found.boundaries, found.apart)) == wanted
+    found = boundaries_of(calls, model.config)
+    assert (found and (found.lengths, found.apart)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -175,12 +176,12 @@ def test_the_length_is_found_at_which_a_rotation_depends_on_the_longest_row(mode
     ids=["longrope", "dynamic"],
 )  # fmt: skip
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-def test_rows_of_both_sides_have_the_losses_and_gradients_of_each_alone(model, packs):
+def test_rows_of_both_sides_have_the_losses_and_gradients_of_each_alone(model, packs, monkeypatch):
     model, rows = model(), rows_of(12, 30, 5, 17, 13, 30, 16)
     wanted = [alone(model, row)[:-1].gather(1, row[1:, None])[:, 0] for row in rows]
     policy = as_policy(copy.deepcopy(model))
     if not packs:
-        policy._no_packing = lambda: "of a test"
+        monkeypatch.setattr(trial, "_no_packing", lambda policy: "of a test")
     logps_n = policy.logps(TokenBatch.of([Trajectory.of(row[:1], row[1:]) for row in rows]))
     assert policy.packs == packs
     torch.testing.assert_close(logps_n, torch.cat(wanted), rtol=0, atol=1e-9)

@@ -1,8 +1,7 @@
-"""Contexts around the work of a step: what happens inside leaves torch's settings and the model's modes as they were.
+"""Contexts around the work of a step: what happens inside leaves torch's settings as they were.
 
     contained    undoes changes of torch's settings by code of users
     one_thread   runs torch on one thread
-    evaluating   sets eval mode
     Phases       also measures the time of each phase of a step
 
 torch is imported only where it is needed.
@@ -105,30 +104,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def evaluating(model: "torch.nn.Module") -> Iterator[None]:
-    """Set eval mode; afterwards restore the mode of every module, also of parts that were in eval mode before.
-
-    This sets the flags directly, because `eval()` of a few hundred modules takes milliseconds. Linear layers whose weights
-    are not floating point are put in training mode: in eval mode bitsandbytes' CPU layers repack their weights for inference
-    and have no gradient afterwards.
-    """
-    from torch import nn
-
-    before = []
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        mode = weight is not None and not weight.is_floating_point() and isinstance(module, nn.Linear)
-        if module.training != mode:
-            before.append(vars(module))
-            vars(module)["training"] = mode
-    try:
-        yield
-    finally:
-        for flags in before:
-            flags["training"] = not flags["training"]
 
 
 class Phases:

@@ -369,7 +369,7 @@ def _copies(trajectories: Sequence[Trajectory]) -> tuple[list[Any], list[Any]]:
     """Return copies of the prompts' ids and of the completions' ids."""
     if not trajectories:
         return [], []
-    lengths = [length for one in trajectories for length in (one.num_prompt, len(one) - one.num_prompt)]
+    lengths = [length for one in trajectories for length in (one.num_prompt, one.ids_T.size(0) - one.num_prompt)]
     pieces = torch.cat([one.ids_T for one in trajectories]).split(lengths)
     return list(pieces[::2]), list(pieces[1::2])
 

@@ -358,9 +358,9 @@ def test_from_hidden_states_and_from_logits_the_loss_is_the_same(options):
         grpo = make_grpo(model, optimizer=sgd, kl_coef=0.2, inner_epochs=2, **options)
         if not fused:
             assert grpo.policy.packs  # tried by now
-            grpo.policy._head, grpo.policy.no_hidden_because = None, "told so"  # as if the model had no head to use
+            grpo.policy.head, grpo.policy.no_hidden_because = None, "told so"  # as if the model had no head to use
         metrics = grpo.train_step(PROMPTS)
-        assert (grpo.policy._head is not None) == fused
+        assert (grpo.policy.head is not None) == fused
         names = ("loss", "kl", "clip_fraction", "ratio/max", "mismatch_kl")
         found.append(([metrics[name] for name in names], weights(model)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)

@@ -6,7 +6,7 @@ from tiny_types import VOCAB, model_of, text_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.models import as_policy
-from strop.rollout import Sampling, decoding, generate
+from strop.rollout import Sampling, generate
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.decoding import Engine, engine_of
 
@@ -74,11 +74,11 @@ def test_several_turns_read_only_what_is_new(kind, monkeypatch):
     policy = policy_of(kind, eos_ids=range(0, VOCAB, 6))
     engine, cached, sampling, sizes = engine_of(policy), CachedRows(), Sampling(max_new_tokens=7), []
 
-    def counting(layers, pass_, ids, *given, before=decoding.read, **options):
+    def counting(pass_, ids, *given, before=engine.layers.read, **options):
         sizes.append(ids.numel() if options else 0)  # not those of steps
-        return before(layers, pass_, ids, *given, **options)
+        return before(pass_, ids, *given, **options)
 
-    monkeypatch.setattr(decoding, "read", counting)
+    monkeypatch.setattr(engine.layers, "read", counting)
     rows = dict(enumerate(torch.tensor(prompt) for prompt in PROMPTS))
     for turn, going in enumerate(([0, 1, 2, 3], [0, 2, 3], [3, 1, 0])):
         new = sum(len(rows[i]) - 1 - (cached.rows[i][0].shape[2] if i in cached.rows else 0) for i in going)

@@ -397,18 +397,17 @@ def test_a_kept_cache_gives_what_reading_everything_again_gives(make, monkeypatc
 
 def test_of_a_further_turn_only_the_new_tokens_are_read(monkeypatch):
     """All once, of every later turn the last two drawn again, and up to four steps of rows that have ended."""
-    from strop.rollout import decoding
-
     policy = as_policy(llama(eos_token_id=list(range(30)), max_length=64), LettersOnly())
     play_one = Player(Echo, Sampler(policy), policy, TurnsConfig())
     play_one(ROWS[:1], SAMPLING, 1, 0)  # the engine is made, and tried
-    seen, read = [], decoding.read
+    layers = policy.rollout_engine[1].layers
+    seen, read = [], layers.read
 
-    def counting(layers, pass_, ids, *given, **options):
+    def counting(pass_, ids, *given, **options):
         seen.append(ids.numel())
-        return read(layers, pass_, ids, *given, **options)
+        return read(pass_, ids, *given, **options)
 
-    monkeypatch.setattr(decoding, "read", counting)
+    monkeypatch.setattr(layers, "read", counting)
     found = play_one([{"prompt": "abcdefgh" * 4}], SAMPLING, 1, 0)
     (line,) = found
     assert len(found[0].turns) == 3

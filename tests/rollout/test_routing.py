@@ -12,7 +12,7 @@ from strop.algorithms.grpo import GRPO, GRPOConfig
 from strop.data.batch import TokenBatch
 from strop.models import as_policy
 from strop.models.attention import Unsupported
-from strop.models.routing import NONE, Routers, routers_of
+from strop.models.routing import NONE, Routers
 from strop.rollout import Sampling, generate
 from strop.rollout.checks import probe
 from strop.rollout.decoding import Engine, engine_of
@@ -443,7 +443,7 @@ def test_a_model_that_our_engine_cannot_run_is_refused(monkeypatch):
 @pytest.mark.parametrize(("kind", "normalises"), [("mixtral", True), ("qwen2_moe", False), ("qwen3_moe", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_a_model_weighs_its_experts_is_found(kind, normalises, dtype):
-    found = routers_of(model_of(kind).to(dtype))
+    found = as_policy(model_of(kind).to(dtype)).routers
     assert isinstance(found, Routers)
     assert found.normalises is normalises
     assert (len(found.modules), found.top_k) == (LAYERS, KINDS[kind]["num_experts_per_tok"])

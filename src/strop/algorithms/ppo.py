@@ -28,7 +28,8 @@ from strop.losses import PolicyLoss
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
-from strop.training.trainer import Metrics, Sum, Update, can_skip, make_optimizer, not_finite
+from strop.training.optimizers import make_optimizer
+from strop.training.trainer import Metrics, Sum, Update, can_skip, not_finite
 
 
 class PPO(PolicyGradient):

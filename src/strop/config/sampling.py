@@ -3,6 +3,7 @@
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from strop._checks import COLDEST, check_count
 from strop.config.base import Config, check_fields, choice, count, number
@@ -26,6 +27,10 @@ class Sampling:
     top_p: float = number(1.0, 0, 1, open_low=True)
     min_p: float = number(0.0, 0, 1)
     stop_ids: tuple[int, ...] = ()
+    greedy: ClassVar[bool]  # whether the most probable token is always taken
+    cuts: ClassVar[
+        bool
+    ]  # whether some tokens cannot be drawn: the distribution is not the policy's at this temperature
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -36,15 +41,8 @@ class Sampling:
             raise TypeError(f"stop_ids must be token ids, found {type(self.stop_ids).__name__}")
         for one in self.stop_ids:
             check_count(one, "stop_ids")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def cuts(self) -> bool:
-        """True if some tokens cannot be drawn, so the distribution differs from the policy's at this temperature."""
-        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+        object.__setattr__(self, "greedy", self.temperature == 0)
+        object.__setattr__(self, "cuts", bool(self.top_k) or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ logps_n = policy.logps(batch)               log-probs of the tokens of the loss 
 ref_logps_n = policy.reference().logps(batch)
 """
 
-from strop._contexts import evaluating, one_thread
+from strop._contexts import one_thread
 from strop.models.kinds import adapter_off, base_model, has_adapter, unwrapped
 from strop.models.loading import load_model
 from strop.models.policy import Policy, Reference, as_policy
@@ -17,7 +17,6 @@ __all__ = [
     "adapter_off",
     "as_policy",
     "base_model",
-    "evaluating",
     "has_adapter",
     "load_model",
     "one_thread",

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 PADDED = 1.25  # the largest ratio of a row's length to its sequence's
@@ -200,11 +199,6 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
     return dropout(weights.to(q.dtype), rule.dropout) @ v
-
-
-def sdpa_without_plans() -> contextlib.AbstractContextManager[None]:
-    """Return a context without cuDNN's attention, which takes a second to load and makes a plan for every new shape."""
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def in_one_dtype(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

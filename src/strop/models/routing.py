@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from strop._contexts import evaluating
 from strop.models.kinds import unwrapped
 
 RECORDED = torch.int16  # dtype of recorded expert ids
@@ -150,10 +149,11 @@ def find_routers(policy: Any) -> Routers | str:
         return "it is no Hugging Face model"
     if policy.model is not unwrapped(policy.model):
         return "it is compiled"
-    return routers_of(policy.model)
+    with policy.evaluating():
+        return _routers_of(policy.model)
 
 
-def routers_of(model: nn.Module) -> Routers | str:
+def _routers_of(model: nn.Module) -> Routers | str:
     modules = [module for module in model.modules() if "Router" in type(module).__name__]
     if not modules:
         return "it has no routers as Mixtral and Qwen's MoE models have them"
@@ -175,7 +175,7 @@ def _normalises(router: torch.nn.Module) -> bool | str:
     top_k, num_experts, hidden_dim = sizes
     if num_experts > torch.iinfo(RECORDED).max:
         return f"has {num_experts} experts, more than are recorded"
-    with torch.no_grad(), evaluating(router):
+    with torch.no_grad():
         states_NH = torch.randn(8, hidden_dim, generator=torch.Generator().manual_seed(0)).to(weight)
         try:
             output = router(states_NH)

@@ -75,9 +75,7 @@ class Extend(Pass):
         return masked_attention(q, keys, values, mask_RMT[:, None], rule).transpose(1, 2)[..., :size]
 
 
-def read_on(
-    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, read: object, most: int
-) -> None:
+def read_on(engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: CachedRows, most: int) -> None:
     """Fill the prompts' slots. Cached rows are copied, equal new prompts are read once, all other tokens are read.
 
     most   maximum number of tokens read together, padding included
@@ -101,18 +99,16 @@ def read_on(
         for of_prompts in round_.states.values():
             of_prompts[i] = of_prompts[twin]
     if round_.states:
-        read_chunks(engine, prompts, round_, going, read, most)
+        read_chunks(engine, prompts, round_, going, most)
         return
     left = sorted(going, key=lambda i: len(prompts[i]))
     while left:
         part = left[-max(1, most // len(prompts[left[-1]])) :]
         left = left[: -len(part)]
-        _extend(engine, round_, part, [prompts[i][going[i] : -1] for i in part], [going[i] for i in part], read)
+        _extend(engine, round_, part, [prompts[i][going[i] : -1] for i in part], [going[i] for i in part])
 
 
-def read_chunks(
-    engine: Any, prompts: Sequence[torch.Tensor], round_: Any, have: dict[int, int], read: object, most: int
-) -> None:
+def read_chunks(engine: Any, prompts: Sequence[torch.Tensor], round_: Any, have: dict[int, int], most: int) -> None:
     """Read all but the last token of these prompts, for models with states.
 
     `have` is how many tokens were already read.
@@ -123,7 +119,7 @@ def read_chunks(
         part = [rows[r] for r in some]
         begun = [have[i] + more for i, more in zip(part, done, strict=True)]
         new = [prompts[i][first : first + size] for i, first in zip(part, begun, strict=True)]
-        _extend(engine, round_, part, new, begun, read)
+        _extend(engine, round_, part, new, begun)
 
 
 def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -148,9 +144,7 @@ def chunks_of(left: Sequence[int], most: int, whole: bool = False) -> Iterator[t
             done[row] += size
 
 
-def _extend(
-    engine: Any, round_: Any, part: Sequence[int], new: Sequence[torch.Tensor], have: Sequence[int], read: Any
-) -> None:
+def _extend(engine: Any, round_: Any, part: Sequence[int], new: Sequence[torch.Tensor], have: Sequence[int]) -> None:
     """Read the new tokens of these prompts. `have` is how many tokens of each prompt were read before."""
     device, starts = engine.device, [round_.prefix_starts[i] for i in part]
     M = max(map(len, new))
@@ -171,7 +165,7 @@ def _extend(
     part_R = torch.tensor(part, device=device)
     pass_.states = States({key: one[part_R] for key, one in round_.states.items()})
     positions_RM = (have_R[:, None] + torch.arange(M, device=device)).clamp(max=longest - 1)
-    read(engine.layers, pass_, ids_RM.to(device), positions_RM, with_logits=False)
+    engine.layers.read(pass_, ids_RM.to(device), positions_RM, with_logits=False)
     for key, one in round_.states.items():
         one[part_R] = pass_.states.by_key[key]
     if round_.record is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from strop.models import Policy
-from strop.models.attention import Unsupported, current, sdpa_without_plans
+from strop.models.attention import Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
 from strop.models.kinds import base_model, unwrapped
 from strop.models.policy import takes_use_cache
@@ -15,6 +15,7 @@ from strop.models.routing import Routers
 from strop.models.trial import shortened, trial_lengths
 from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen, States
+from strop.rollout.steps import sdpa_without_plans
 
 TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
 
@@ -76,9 +77,9 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     """Return what the layers pass to attention. Raise `Unsupported` if their forward fails."""
     seen = Seen()
     seen.states = States()
-    with errors_are_unsupported("its forward fails with a cache of slots"), layers.ready(), current(seen):
+    with errors_are_unsupported("its forward fails with a cache of slots"), layers.ready():
         # not compiled, since `seen` may hold more than tensors
-        layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
+        layers.read(seen, ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
     return seen
 
 

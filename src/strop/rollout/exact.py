@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from strop.models.attention import Pass, Rule, current_pass
+from strop.models.attention import Pass, Rule
 from strop.models.exact import Exact, Runs, attend, cache_of
 from strop.models.layers import computed, kernels
 from strop.ops.head import ALL, Head
@@ -65,8 +65,10 @@ def keep_kernel(logp_ptr, row_ptr, step_ptr, finished_ptr, table_ptr):
 class ExactLayers(FusedLayers):
     """The layers of a model whose training layers are fused: its MLP is gated by SiLU and its norms have no offset."""
 
-    def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """Return [P, V], the logits of the last column."""
+    def read(
+        self, pass_: Pass, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True
+    ) -> torch.Tensor:
+        """Return [P, V], the logits of the last column, with the attention of this pass."""
         P, T = ids_PT.shape
         x_NH, angles = self.embed(ids_PT).flatten(0, 1), self._angles(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
@@ -74,7 +76,7 @@ class ExactLayers(FusedLayers):
             heads = [layer.qkv[0].shape[0] // self.head_dim - 2 * self.num_heads, self.num_heads, self.num_heads]
             joined = layer.qkv[0], layer.out[0], layer.gate_up[0], layer.down[0], layer.qkv[1]
             x_NH, *_ = computed(
-                x_NH, *angles, _Attention(current_pass(), index, layer.rule, T), [norm and norm.eps for norm in norms],
+                x_NH, *angles, _Attention(pass_, index, layer.rule, T), [norm and norm.eps for norm in norms],
                 [norm and norm.weight for norm in norms], joined, heads, self.dtype,
             )  # fmt: skip
         if not with_logits:

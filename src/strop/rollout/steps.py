@@ -1,4 +1,4 @@
-"""The two implementations of a model's layers, `(ids, positions) → logits`; both use the attention of the current pass.
+"""The two implementations of a model's layers, `read(pass, ids, positions) → logits`; the pass computes attention.
 
 `FusedLayers`: decoder layers of the common kind (RMSNorm, rotary attention with or without bias and norms of q and k,
 gated MLP) in eight kernels each: four products of joined weights by cuBLAS, and four kernels between them (kernels.py),
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, rms_norm
 
 from strop._types import Json
-from strop.models.attention import Pass, Rule, Unsupported, attending, current, current_pass, sdpa_without_plans
+from strop.models.attention import Pass, Rule, Unsupported, attending, current
 from strop.models.decoder_layers import (
     ACTIVATIONS,
     RMSNorm,
@@ -40,11 +41,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of B·A
 
 
-def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the layers' output for these ids and positions, with the attention of this pass."""
-    pass_.places = layers.places
-    with current(pass_):
-        return layers(*given, **options)
+def sdpa_without_plans() -> contextlib.AbstractContextManager[None]:
+    """Return a context without cuDNN's attention, which takes a second to load and makes a plan for every new shape."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class OwnLayers:
@@ -66,15 +65,19 @@ class OwnLayers:
             self.copies = converted(self.model, self.autocast)
         self.copies.refresh()
 
-    def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """Return [P, V], the logits of the last column."""
+    def read(
+        self, pass_: Pass, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True
+    ) -> torch.Tensor:
+        """Return [P, V], the logits of the last column, with the attention of this pass."""
+        pass_.places = self.places
         forward = self._compiled if self._compiled is not None and with_logits else self._forward
         if not self.in_one_row:
-            return forward(ids_PT, positions_PT)[:, -1]
+            with current(pass_):
+                return forward(ids_PT, positions_PT)[:, -1]
         P, T = ids_PT.shape
         ids_1N, positions_1N = ids_PT.view(1, -1), positions_PT.reshape(1, -1)
         before_N = positions_1N[0] - torch.arange(P * T, device=ids_PT.device)
-        with current(OneRow(current_pass(), P, before_N)):
+        with current(OneRow(pass_, P, before_N)):
             logits_NV = forward(ids_1N, positions_1N, P * T if with_logits else 1)[0]
         return logits_NV.unflatten(0, (P, T))[:, -1] if with_logits else logits_NV
 
@@ -121,8 +124,6 @@ class FusedLayers:
     Raises `Unsupported`, with the reason, for other models.
     """
 
-    places = None  # every layer has keys
-
     def __init__(self, model: object, shape: CacheShape, rules: dict[int, Rule], table: torch.Tensor, on_gpu: bool):
         """Join the weights.
 
@@ -168,15 +169,17 @@ class FusedLayers:
         with torch.no_grad(), torch.autocast(device, enabled=False), sdpa_without_plans():
             yield
 
-    def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
-        """Return [P, V], the logits of the last column."""
+    def read(
+        self, pass_: Pass, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True
+    ) -> torch.Tensor:
+        """Return [P, V], the logits of the last column, with the attention of this pass."""
         P, T = ids_PT.shape
         x_NH: Any = self.embed(ids_PT).flatten(0, 1)
         update_NH: Any = None
         rotation = None if self.kernels else self._rotation_at(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
-            attended = self._attend(linear(y_NH, *layer.qkv), positions_PT, rotation, index, layer)
+            attended = self._attend(pass_, linear(y_NH, *layer.qkv), positions_PT, rotation, index, layer)
             if index + 1 == len(self.layers) and not with_logits:
                 return attended
             update_NH = linear(attended.reshape(P * T, -1), *layer.out)
@@ -214,13 +217,14 @@ class FusedLayers:
 
     def _attend(
         self,
+        pass_: Any,
         qkv_NE: torch.Tensor,
         positions_PT: torch.Tensor,
         rotation: Rotation | None,
         index: int,
         layer: DecodeLayer,
     ) -> torch.Tensor:
-        pass_, qkv = current_pass(), heads(qkv_NE, self.num_heads, self.head_dim, positions_PT.shape[1])
+        qkv = heads(qkv_NE, self.num_heads, self.head_dim, positions_PT.shape[1])
         if hasattr(pass_, "attend_unrotated"):  # the decode kernel, which rotates by itself
             return pass_.attend_unrotated(*qkv, index, layer.rule, layer.head_norms, self.rounds)
         self._rotate(qkv_NE.unflatten(1, (-1, self.head_dim)), positions_PT.flatten(), rotation, layer)

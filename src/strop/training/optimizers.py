@@ -44,12 +44,6 @@ def make_optimizer(
     return optimizer
 
 
-def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimiser's kernel skips the update if `found_inf` on the device is 1, as AMP uses it."""
-    on_gpu = all(param.is_cuda for group in optimizer.param_groups for param in group["params"])
-    return on_gpu and type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
-
-
 def named_optimizer(module: torch.nn.Module, groups: Groups, config: OptimConfig) -> torch.optim.Optimizer:
     """Return the optimiser that `config.optimizer` names, over these groups of the module's parameters."""
     name, learning_rate = config.optimizer, config.learning_rate
