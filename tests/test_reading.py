@@ -144,9 +144,10 @@ def test_what_happens_only_beyond_8192_tokens_is_seen_in_a_trial():
     assert not far.packs, "packed rows have other positions"
     near = as_policy(llama4(attn_temperature_tuning=False))
     assert near.packs
-    with pytest.warns(UserWarning, match="by transformers' generate: its log-probs are not those"):
-        found = generate(far, [[2, 3, 4], [5]], Sampling(max_new_tokens=3))
-    assert "generate, prompts of one length" in found.engine
+    steep = as_policy(llama4(floor_scale=2, attn_scale=5.0))
+    found = generate(steep, [[2, 3, 4], [5]], Sampling(max_new_tokens=3))
+    assert "its own layers" in found.engine, "its cache says where each token is"
+    torch.testing.assert_close(torch.cat(found.logps), steep.logps(TokenBatch.of(list(found))))
 
 
 # ---- lengths ----

@@ -18,6 +18,7 @@ FAMILIES = {
     "granitemoehybrid": {}, "nemotron_h": {}, "bamba": {},  # Mamba in some layers
     "mamba2": {}, "mamba": {}, "jamba": {},  # no keys at all; states behind which only one token can be read
     "lfm2": {},  # convolutions
+    "llama4_text": {"floor_scale": 6, "attn_scale": 2.0},  # chunks; queries scaled by their position
 }  # fmt: skip
 PROMPTS = [[3, 4, 5], [9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [6, 6, 20, 21]]
 families = pytest.mark.parametrize("kind", FAMILIES)

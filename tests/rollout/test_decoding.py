@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
                     "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
                     "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+    "llama4_text": {"attention_chunk_size": 5, "num_hidden_layers": 2, "no_rope_layers": [1, 0], "head_dim": 8, "num_local_experts": 2,
+                    "intermediate_size_mlp": 32, "floor_scale": 4, "attn_scale": 1.0},
 }  # fmt: skip
 FUSED = {"llama", "qwen2", "qwen3", "mistral", "gemma", "granite"}
 
@@ -145,10 +147,6 @@ def test_prompts_read_in_several_parts_are_one(monkeypatch):
     ("kind", "changes", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "attention interface"),
-        ("llama4_text", {"attention_chunk_size": 5, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32,
-                         "floor_scale": 4}, "in chunks"),
-        ("llama4_text", {"no_rope_layers": [0, 0, 0], "layer_types": ["full_attention"] * 3, "head_dim": 8, "num_local_experts": 2,
-                         "intermediate_size_mlp": 32}, "asks the cache for its length"),
     ],
 )  # fmt: skip
 def test_other_models_go_through_generate_and_say_why(kind, changes, reason):
@@ -375,7 +373,9 @@ def test_adapters_are_added_to_copies_alone(options, fused, autocast):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "gemma", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text"]
+)
 def test_the_engine_with_kernels_equals_generate(kind, monkeypatch):
     model = model_of(kind, eos_token_id=9, num_hidden_layers=2)
     policy = as_policy(model)

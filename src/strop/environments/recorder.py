@@ -455,10 +455,6 @@ class TrainersQueue(SamplingQueue):
         super().__init__(policy, max_batch, own_thread=False)
         self.sampler: Sampler | None = None
 
-    def _fail_rows(self, rows: Sequence[QueueRow], error: Exception) -> None:
-        super()._fail_rows(rows, error)
-        raise error  # the run stops: what the engine cannot do is no failure of an agent
-
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
         assert self.sampler is not None
         self.policy = self.sampler.present

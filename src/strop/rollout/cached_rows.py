@@ -67,6 +67,8 @@ class Extend(Pass):
         mask_RMT = i_T <= positions_RM1
         if rule.window:
             mask_RMT &= i_T > positions_RM1 - rule.window
+        if rule.chunk:
+            mask_RMT &= i_T // rule.chunk == positions_RM1 // rule.chunk
         # slots of other rows may hold NaN, which a mask does not remove: read the row's first slot instead
         slots_RT = self.starts_R[:, None] + i_T * (i_T < self.ends_R[:, None])
         keys, values = (kv[side][slots_RT].transpose(1, 2) for side in (0, 1))

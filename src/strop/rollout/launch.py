@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -162,6 +162,7 @@ class KernelDecode(Pass):
 
     tiles_CN   first row and number of rows of each tile; 0 rows after the last tile
     run        runs a kernel, or only compiles it
+    in_chunks  chunk → the rows without earlier chunks
     """
 
     table: torch.Tensor
@@ -170,6 +171,7 @@ class KernelDecode(Pass):
     parts: Parts
     tiles_CN: torch.Tensor
     run: Callable[..., object] = launch
+    in_chunks: dict[int, Rows] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         qkv = in_slots(self.shape.head_dim, q, k, v)
@@ -188,8 +190,12 @@ class KernelDecode(Pass):
     ) -> torch.Tensor:
         q, k, v = qkv
         rows, shape, parts = self.rows, self.shape, self.parts
+        if rule.chunk:
+            if rule.chunk not in self.in_chunks:
+                self.in_chunks[rule.chunk] = rows.since(0, rule.chunk)
+            rows = self.in_chunks[rule.chunk]
         N, H, _, D = q.shape
-        shares = parts.of_prompt > 0 and not rule.window
+        shares = parts.of_prompt > 0 and not rule.window and not rule.chunk
         splits = parts.own if shares else parts.splits
         if rule.sinks is not None:  # sinks need the sums of the weights, which only parts store
             splits = max(2, splits)

@@ -20,7 +20,6 @@ from strop.rollout.served_model import RequestError, ServedModel
 
 MAX_CHOICES = 1024  # maximum completions of one request, over all its prompts
 MAX_TOKENS = 1 << 20  # maximum length of a completion, if the model does not state its own
-MAX_JSON_PROMPT = 4096  # tokens; JSON mode reads the prompt again for each token
 MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields accepted only with these values, besides null
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
@@ -174,11 +173,6 @@ def _request(
         if value not in SUPPORTED_VALUES[name]:
             raise RequestError(f"{name} must be {json.dumps(SUPPORTED_VALUES[name][0])}, found {_shown(value)}")
     grammar = _grammar(body.get("response_format"), served)
-    if grammar is not None and max(map(len, prompts)) > MAX_JSON_PROMPT:
-        raise RequestError(
-            f"response_format must be text for a prompt of more than {MAX_JSON_PROMPT} tokens, which would be read again for "
-            f"each token, found {max(map(len, prompts))}"
-        )
     if grammar is not None and num_top:
         raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 with response_format, found {num_top}")
     if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:

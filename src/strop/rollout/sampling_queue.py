@@ -27,7 +27,7 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import CACHING, ENGINES, checked_prompts
-from strop.rollout.grammar import Grammar, draw_allowed
+from strop.rollout.grammar import Grammar, Matcher
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece for a streaming caller; maximum of later pieces
@@ -69,7 +69,7 @@ class SamplingRequest:
     @property
     def rule(self) -> Hashable:
         """The sampling rule. Rows of requests with equal rules can be decoded together."""
-        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos, self.grammar
+        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos
 
 
 @dataclass(kw_only=True)
@@ -126,7 +126,7 @@ class QueueRow:
     last_turn: int = 0
 
     @functools.cached_property
-    def matcher(self) -> Any:
+    def matcher(self) -> Matcher | None:
         """The matcher that follows the completion in the request's grammar; None without one."""
         grammar = self.ticket.request.grammar
         return None if grammar is None else grammar.matcher()
@@ -302,8 +302,13 @@ class SamplingQueue:
         try:
             ended = self._draw(rows)
         except Exception as error:  # the engine may raise anything: only these requests have failed
-            self._fail_rows(rows, error)
+            self._give_up({row.ticket for row in rows}, error)
+            if self._thread is None:  # the caller's thread draws, and hears of it
+                raise
             return
+        for row in ended:
+            if row.completion.reason == "error" and row.matcher is not None:
+                self._give_up({row.ticket}, RuntimeError(row.matcher.error))
         with self._changed:
             self._leave(ended)
         for row in ended:
@@ -312,8 +317,7 @@ class SamplingQueue:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
                     row.ticket.future.set_result(row.ticket.completions)
 
-    def _fail_rows(self, rows: Sequence[QueueRow], error: Exception) -> None:
-        tickets = {row.ticket for row in rows}
+    def _give_up(self, tickets: set[Ticket], error: Exception) -> None:
         with self._changed:
             self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
             self._leave([row for row in self._active if row.ticket in tickets])
@@ -340,16 +344,13 @@ class SamplingQueue:
             bits_B = np.array([row.ticket.row_bits_B[row.sample] for row in rows])
             first_B = np.array([len(row.completion.ids) for row in rows])
             keeps = policy.kind in CACHING
-            further = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            further: dict[str, Any] = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            if any(matchers := [row.matcher for row in rows]):
+                further["matchers"] = matchers
             sampling = replace(request.sampling, max_new_tokens=num_tokens)
             uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
-            if request.grammar is not None:
-                matchers = [row.matcher for row in rows]
-                drawn = draw_allowed(policy, prompts, request.grammar, matchers, sampling, uniforms_BT[:, 0])
-                ids_B, logps_B = map(list, drawn)
-            else:
-                ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
-            if request.grammar is None and (not keeps or rows[0].number not in cached.rows):
+            ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
+            if not keeps or rows[0].number not in cached.rows:
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
@@ -367,10 +368,13 @@ class SamplingQueue:
         completion.ids += ids
         completion.logps += logps
         row.piece = min(2 * row.piece, self._longest_piece)
+        if row.matcher is not None and row.matcher.error:
+            completion.reason = "error"
+            return
         if ids[-1] in eos_ids:
             completion.reason = "eos"
         elif (request.ends is not None and request.ends(completion.ids)) or (
-            row.matcher is not None and row.matcher.is_stopped()
+            row.matcher is not None and row.matcher.ended and row.matcher.num_tokens == len(completion.ids)
         ):
             completion.reason = "stop"
         elif row.num_left == 0:

@@ -18,7 +18,8 @@ channels of a convolution.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,6 +137,19 @@ class Rows:
         columns = {name: getattr(self, name)[which] for name in self.PER_ROW}
         return Rows(**columns, states={key: one[which] for key, one in self.states.items()})
 
+    def since(self, window: int, chunk: int) -> "Rows":
+        """Return the rows without the tokens that a layer with this window or chunk no longer sees; 0 is no bound."""
+        position_N = self.prefix_length_N + self.step_N
+        first_N = (position_N + 1 - window).clamp(min=0) if window else torch.zeros_like(position_N)
+        if chunk:
+            first_N = first_N.maximum(position_N // chunk * chunk)
+        of_prefix_N = first_N.minimum(self.prefix_length_N)
+        of_suffix_N = first_N - of_prefix_N
+        return replace(
+            self, prefix_start_N=self.prefix_start_N + of_prefix_N, prefix_length_N=self.prefix_length_N - of_prefix_N,
+            suffix_start_N=self.suffix_start_N + of_suffix_N, step_N=self.step_N - of_suffix_N,
+        )  # fmt: skip
+
     def keep(self, indices_M: torch.Tensor) -> None:
         """Move these rows to the front, in this order."""
         for column in (*(getattr(self, name) for name in self.PER_ROW), *self.states.values()):
@@ -193,41 +207,65 @@ class Decode(Pass):
     """A pass that reads one token of every row, in torch: the reference of the kernel.
 
     longest   the most tokens of a row so far, the new one included
+    slots     what `_slots` has found
     """
 
     kv: torch.Tensor
     rows: Rows
     longest: int = 0
+    slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         size, kv = v.shape[3], self.kv[layer]
         q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
-        new_N, i_T, position_N1, slots_NT, mask_NT = self._slots
+        slots_NT, mask_NT = self._slots(rule.window, rule.chunk)
         read = []
         for side, states in zip(kv, (k, v), strict=True):
-            side.index_copy_(0, new_N, states[:, :, 0])
+            side.index_copy_(0, self._new_slots_N, states[:, :, 0])
             found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
             read.append(found.transpose(1, 2))
-        if rule.window:
-            mask_NT = mask_NT & (i_T > position_N1 - rule.window)
         return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)[..., :size]
 
     @functools.cached_property
-    def _slots(self) -> tuple[torch.Tensor, ...]:
-        """The indices that all layers share.
+    def _new_slots_N(self) -> torch.Tensor:
+        return (self.rows.suffix_start_N + self.rows.step_N).long()
 
-        Slot of the new token, positions, position of each row's last token, slots of all positions, and which positions
-        exist.
-        """
-        rows = self.rows
-        i_T, prefix_N1 = torch.arange(self.longest, device=rows.token_N.device), rows.prefix_length_N[:, None]
-        slots_NT = i_T + torch.where(
-            i_T < prefix_N1, rows.prefix_start_N[:, None], rows.suffix_start_N[:, None] - prefix_N1
-        )
-        position_N1 = prefix_N1 + rows.step_N[:, None]
-        mask_NT = i_T <= position_N1
-        # an unwritten slot may hold NaN, and 0·NaN is NaN: read the first slot instead
-        return (rows.suffix_start_N + rows.step_N).long(), i_T, position_N1, slots_NT.masked_fill_(~mask_NT, 0), mask_NT
+    def _slots(self, window: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots that layers with this window or chunk read, and which of them exist."""
+        if (window, chunk) not in self.slots:
+            longest = min(size for size in (self.longest, window, chunk) if size)
+            rows = self.rows if longest == self.longest else self.rows.since(window, chunk)
+            i_T, prefix_N1 = torch.arange(longest, device=rows.token_N.device), rows.prefix_length_N[:, None]
+            slots_NT = i_T + torch.where(
+                i_T < prefix_N1, rows.prefix_start_N[:, None], rows.suffix_start_N[:, None] - prefix_N1
+            )
+            mask_NT = i_T <= prefix_N1 + rows.step_N[:, None]
+            # an unwritten slot may hold NaN, and 0·NaN is NaN: read the first slot instead
+            self.slots[window, chunk] = slots_NT.masked_fill_(~mask_NT, 0), mask_NT
+        return self.slots[window, chunk]
+
+
+@dataclass
+class OneRow(Pass):
+    """A pass over the tokens of several rows as one row, for layers that ask the cache how many tokens came before.
+
+    before_N   the position of each token, less its index in the row
+    """
+
+    inner: Pass
+    num_rows: int
+    before_N: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.places = self.inner.places
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
+        q, k, v = (one[0].unflatten(1, (self.num_rows, -1)).transpose(0, 1) for one in (q, k, v))
+        return self.inner.attend(q, k, v, layer, rule).flatten(0, 1)[None]
+
+
+class AsksForLength(Unsupported):
+    """A layer asks the cache for its length, which has one answer only where all tokens are in one row."""
 
 
 def slot_cache() -> object:
@@ -248,10 +286,12 @@ def slot_cache() -> object:
         def get_query_offset(self, layer_idx: int = 0) -> int:
             return 0
 
-        def get_seq_length(self, layer_idx: int | None = None, **kwargs: object) -> int:
-            if layer_idx is not None:  # as in Llama 4, whose scale depends on it, but only after thousands of tokens
-                raise Unsupported("its attention asks the cache for its length")
-            return 0  # positions are always given
+        def get_seq_length(self, layer_idx: int | None = None, **kwargs: object) -> Any:
+            if layer_idx is None:
+                return 0  # positions are always given
+            if not isinstance(current_pass(), OneRow):  # as in Llama 4, whose scale depends on a token's position
+                raise AsksForLength("its attention asks the cache for its length")
+            return current_pass().before_N
 
         def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
             return current_pass().states.by_key.get(("conv", layer_idx, state_idx))
@@ -271,9 +311,19 @@ def slot_cache() -> object:
             return current_pass().states.replace(("recurrent", layer_idx, state_idx), recurrent_states)
 
         def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-            return bool(current_pass().states.by_key)
+            return any(layer_idx in (None, layer) for _, layer, _ in current_pass().states.by_key)
 
         def is_recording_past(self, layer_idx: int) -> bool:
             return False
 
-    return SlotCache(layers=[])
+    class LayersBefore520(list[Any]):
+        """The states of each layer, as transformers before 5.20 looks them up."""
+
+        def __getitem__(self, layer_idx: object) -> Any:
+            found: dict[str, dict[int, torch.Tensor]] = {"conv": {}, "recurrent": {}}
+            for (kind, layer, index), state in current_pass().states.by_key.items():
+                if layer == layer_idx:
+                    found[kind][index] = state
+            return SimpleNamespace(record_past=False, conv_states=found["conv"], recurrent_states=found["recurrent"])
+
+    return SlotCache(layers=LayersBefore520())

@@ -32,7 +32,7 @@ from strop.models.decoder_layers import (
 )
 from strop.models.kinds import is_plain
 from strop.models.trial import Sides, decoder_and_head
-from strop.rollout.slots import CacheShape, slot_cache
+from strop.rollout.slots import CacheShape, OneRow, slot_cache
 
 Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
@@ -54,6 +54,7 @@ class OwnLayers:
         self.copies: Copies | None = None
         self.rules: dict[int, Rule] | None = None  # attention rules, once the layers have been seen
         self.places: dict[int, int] | None = None  # cache index of each layer with keys, if some have none
+        self.in_one_row = False  # whether the model reads the tokens of all rows as one row: see `OneRow`
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
@@ -67,10 +68,18 @@ class OwnLayers:
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:
         """Return [P, V], the logits of the last column."""
         forward = self._compiled if self._compiled is not None and with_logits else self._forward
-        return forward(ids_PT, positions_PT)[:, -1]
+        if not self.in_one_row:
+            return forward(ids_PT, positions_PT)[:, -1]
+        P, T = ids_PT.shape
+        ids_1N, positions_1N = ids_PT.view(1, -1), positions_PT.reshape(1, -1)
+        before_N = positions_1N[0] - torch.arange(P * T, device=ids_PT.device)
+        with current(OneRow(current_pass(), P, before_N)):
+            logits_NV = forward(ids_1N, positions_1N, P * T if with_logits else 1)[0]
+        return logits_NV.unflatten(0, (P, T))[:, -1] if with_logits else logits_NV
 
-    def _forward(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor) -> torch.Tensor:
-        options = {"logits_to_keep": 1} if self._keeps_logits else {}
+    def _forward(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
+        """Return the logits of the last columns."""
+        options = {"logits_to_keep": num_logits} if self._keeps_logits else {}
         output = self.model(input_ids=ids_PT, position_ids=positions_PT, use_cache=True, **self._cache, **options)
         return output.logits
 
@@ -130,6 +139,8 @@ class FusedLayers:
         self.rotation_TCD = torch.empty(0, 2, shape.head_dim)  # cos and sin of every position
 
     def _layer(self, layer: Any, rule: Rule) -> DecodeLayer:
+        if rule.chunk:  # the decode kernel finds a token's rotation by its place among the keys
+            raise Unsupported("its attention is in chunks")
         q, k, v, o, gate, up, down = projections_of(layer)
         attention_norm, mlp_norm, *head_norms = map(rms_norm_of, norms_of(layer))
         qkv, out, gate_up, down = (self.copies.joined(one, self.dtype) for one in ([q, k, v], [o], [gate, up], [down]))
