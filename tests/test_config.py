@@ -196,8 +196,8 @@ FIELDS = {
     ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness server_requests server_timeout "
     "server_start_timeout",
     Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",
-    TurnsConfig: "max_turns max_tokens turn_discount credit environment_workers environment_timeout on_error error_reward "
-    "rewritten_turns",
+    TurnsConfig: "max_turns max_tokens turn_discount credit environment_workers environment_timeout agent_workers "
+    "on_error error_reward rewritten_turns",
 }
 
 
