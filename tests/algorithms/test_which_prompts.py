@@ -9,7 +9,7 @@ from trained_models import tiny_moe, weights_of
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
-from strop.data.order import difficulty_of, epoch_order
+from strop.training.state import difficulty_of, epoch_order
 
 ROWS = [{"prompt": [2 + i, 3], "number": i, "hard": (i * 5) % 12} for i in range(12)]
 SEEN = []

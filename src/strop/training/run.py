@@ -20,14 +20,13 @@ from strop.config import RunConfig
 from strop.data.ahead import NUM_ROWS_AHEAD
 from strop.data.digest import digest_rows
 from strop.data.formats import PreparedRows
-from strop.data.order import difficulty_of, epoch_order
 from strop.distributed import ALONE, World
 from strop.process_failures import is_lost_process, raise_if_failed
 from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import RunFolder, Sources, sources_of
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, TrainState, get_rng, seed_everything, set_rng
+from strop.training.state import History, TrainState, difficulty_of, epoch_order, get_rng, seed_everything, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
