@@ -138,12 +138,13 @@ class TrainingRun:
         rows = trainer.prepared(dataset)
         if config.batch_size > len(rows):
             raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
-        eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
+        eval_rows = None if eval_dataset is None else trainer.prepared_sets(eval_dataset)
         folder = None if output_dir is None else RunFolder(output_dir, config.save_every, config.keep_checkpoints)
         self.num_rows = len(rows)
         if folder is not None or self.world.size > 1:
             self.sources = sources_of(trainer, digest_rows(rows))
-            self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
+            held_out = {name: digest_rows(found) for name, found in (eval_rows or {}).items()}
+            self.world.check_same({**self.sources, "eval_dataset": held_out})
         self.history, self.stop_reason = History(), None
         loggers, callbacks = self.loggers, self.callbacks
         # without eval_every it evaluates before the first step and after the last
