@@ -15,7 +15,7 @@ from strop.algorithms.grpo import GRPO
 
 SOURCE = Path(strop.__file__).parent
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST = {"warm": (26, 47), "first": (35, 79)}  # files and arrows of a step; a reader has to follow them
+MOST = {"warm": (24, 41), "first": (33, 73)}  # files and arrows of a step; a reader has to follow them
 BOTH_WAYS = {("algorithms/on_policy.py", "training/trainer.py")}  # the algorithms' base and the trainer it subclasses
 PROMPTS = [[5, 6, 7], [8, 9]]
 

@@ -5,7 +5,6 @@ dtype or device is a TypeError; a wrong shape or value is a ValueError.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -35,11 +34,6 @@ def widest(device: torch.device) -> torch.dtype:
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the dtype for sums."""
     return tensor.to(widest(tensor.device))
-
-
-def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
-    """Return the tensors detached and in `dtype`, that of the policy's log-probs, so that the loss has it too."""
-    return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
 # ---- any tensor ----
@@ -234,18 +228,3 @@ def check_tokens(ids: torch.Tensor, hidden: torch.Tensor, **given: torch.Tensor 
             check_floats(tensor, name)
             check_shape(tensor, name, ids.shape)
             check_device(tensor, name, hidden, "hidden")
-
-
-# ---- dtypes ----
-
-
-def computed_in(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of matmuls with `hidden`: autocast's if it is on, else its own."""
-    if autocast_on(hidden) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(hidden.device.type)
-    return hidden.dtype
-
-
-def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-probs, losses and sums over chunks, for matmuls in this dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from yardstick import check_logps
@@ -15,6 +16,7 @@ from strop.rollout.decoding import (
     Engine,
     engine_of,
 )
+from strop.rollout.sampling import uniforms
 
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4]]
 SIZES = {
@@ -251,3 +253,46 @@ def test_long_run_of_varying_lengths_grows_neither_memory_nor_graphs():
     assert max(allocated[100:]) <= max(allocated[20:100]) * 1.01
     assert graphs[-1] <= len(BUCKETS) * MAX_SAMPLINGS
     assert graphs[-1] <= 7
+
+
+class Steps:
+    """A matcher: the token of step i is a multiple of i + 2, and the reply ends after 20 tokens."""
+
+    vocab_size, num_tokens = SIZES["vocab_size"], 0
+
+    def write_allowed(self, bits_NW, row):
+        flags = np.zeros(32 * bits_NW.shape[1], bool)
+        flags[: self.vocab_size : self.num_tokens + 2] = True
+        bits_NW[row] = np.packbits(flags, bitorder="little").view(np.int32)
+
+    def take(self, token):
+        assert token % (self.num_tokens + 2) == 0
+        self.num_tokens += 1
+
+    @property
+    def ended(self):
+        return self.num_tokens == 20
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_k": 50, "temperature": 0.7}])
+def test_rows_with_grammars_replay_graphs_too(changes):
+    """Beside rows without one; log-probs are held against a forward of the whole row."""
+    policy, sampling = as_policy(model_of("llama")), Sampling(max_new_tokens=40, **changes)
+    engine, prompts = engine_of(policy), [torch.tensor(prompt) for prompt in PROMPTS]
+    for _ in range(2):  # captured, then replayed from the first step on
+        matchers = [Steps(), None, Steps(), None]
+        ids_B, logps_B = engine.complete(prompts, sampling, 1, uniforms(0, range(4), 1, 40), (), matchers=matchers)
+    assert engine.num_graphs >= 2
+    assert [len(ids) for ids in ids_B] == [20, 40, 20, 40]
+    for prompt, ids, logps, matcher in zip(prompts, ids_B, logps_B, matchers, strict=True):
+        read = torch.cat([prompt, ids]).cuda()[None]
+        with torch.no_grad():
+            logits_TV = policy.model(read).logits[0, len(prompt) - 1 : -1].float()
+        if matcher is not None:
+            multiples = (
+                torch.arange(logits_TV.shape[1], device="cuda")[None] % torch.arange(2, 22, device="cuda")[:, None]
+            )
+            logits_TV = logits_TV.masked_fill(multiples != 0, -torch.inf)
+        wanted_TV = sampling_logps(logits_TV, sampling)
+        wanted_t = wanted_TV.gather(1, ids.cuda()[:, None])[:, 0].cpu()
+        torch.testing.assert_close(logps.float(), wanted_t, atol=1e-4, rtol=1e-4)

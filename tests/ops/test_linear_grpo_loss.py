@@ -174,9 +174,9 @@ def test_logits_are_stored_in_the_weight_gradients_memory(monkeypatch, num_block
 
     def counted(tokens, head, plan, *given):
         blocks.append(-(-V // plan.v))
-        *values, gradients = original(tokens, head, plan, *given)
+        values, gradients = original(tokens, head, plan, *given)
         assert not gradients.weight_VH._is_view()  # to which autograd would not add in place
-        return *values, gradients
+        return values, gradients
 
     plan_of, computed_in = chunks._over_the_gradient, torch.bfloat16 if autocast else dtype
     monkeypatch.setattr(chunks, "_policy_terms_in_blocks", counted)

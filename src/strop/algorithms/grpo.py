@@ -34,16 +34,20 @@ class GRPO(PolicyGradient):
     reward_fn     a function or several; see `strop.rewards`
     environment   a class of `strop.environments` for several turns; its rewards are added to reward_fn's
     tools         functions the model may call, instead of an environment
+    agent         function(row, client) that talks to the model over HTTP; see `strop.environments.recorder`
     """
 
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: object = None, environment: object = None, tools: object = None, **arguments: Any):
-        check_rewarded("GRPO", arguments, "a reward_fn or an environment", reward_fn, environment)
-        super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, **arguments)
+    def __init__(
+        self, *, reward_fn: object = None, environment: object = None, tools: object = None, agent: object = None,
+        **arguments: Any,
+    ):  # fmt: skip
+        check_rewarded("GRPO", arguments, "a reward_fn, an environment or an agent", reward_fn, environment, agent)
+        super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, agent=agent, **arguments)
         if self.player is not None and self.config.replay_routing:
-            raise ValueError("replay_routing must be False with an environment or tools, found True")
+            raise ValueError("replay_routing must be False with an environment, tools or an agent, found True")
         by_turn = self.player is not None and self.config.turns.credit == "turn"
         if by_turn and self.config.advantage_scale == "batch" and self.world.size > 1:
             raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
@@ -94,12 +98,14 @@ class GRPO(PolicyGradient):
             advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
             own_B = advantages_B[batch.first : batch.first + len(trajectories)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        for trajectory, advantages_t in zip(trajectories, advantages_N.split(lengths), strict=True):
-            trajectory.advantages_t = advantages_t
+        sequences = [one for first in trajectories for one in (first, *first.others)]
+        lengths = [one.rollout_logps_t.size(0) for one in sequences if one.rollout_logps_t is not None]
+        for sequence, advantages_t in zip(sequences, advantages_N.split(lengths), strict=True):
+            sequence.advantages_t = advantages_t
         if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             routers.counts.clear()  # drop the counts of other forwards than the updates'
         if config.importance_cap is not None:
-            self._weigh_by_importance(trajectories, lengths, config.importance_cap)
+            self._weigh_by_importance(sequences, lengths, config.importance_cap)
 
     def _weigh_by_importance(
         self, trajectories: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]

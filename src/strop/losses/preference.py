@@ -49,7 +49,7 @@ from strop._tensors import (
     in_float,
 )
 from strop.config.preference_losses import LENGTH_NORMALISED, PreferenceRule
-from strop.losses.policy import LossResult, Metrics
+from strop.losses.rules import LossResult, Metrics
 
 
 class PreferenceOptions(TypedDict, total=False):

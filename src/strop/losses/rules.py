@@ -8,15 +8,14 @@ Shapes: N tokens.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Self, TypedDict
 
 import torch
 
-from strop._checks import check_choice
-from strop._tensors import check_floats, check_like, in_float
 from strop._types import Context
-from strop.config.policy_losses import KL_ESTIMATORS, ClipBounds, ClipEps, PolicyRule, Tokens, cut
+from strop.config.policy_losses import ClipBounds, ClipEps, PolicyRule, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,35 +174,174 @@ def _d_terms(
     return d_N
 
 
+# ---- the loss and its metrics ----
+
+
+Metrics = dict[str, torch.Tensor]
+
+
+class LossResult(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
+    """A tuple of three tensors, the loss first. `metrics` is a dict of 0-d tensors, computed on first access."""
+
+    _compute_metrics: Callable[[], Metrics]
+    _metrics: Metrics | None = None
+
+    def __new__(
+        cls,
+        loss: torch.Tensor,
+        second: torch.Tensor,
+        third: torch.Tensor,
+        compute_metrics: Callable[[], Metrics] = dict,
+    ) -> Self:
+        self = super().__new__(cls, (loss, second, third))
+        self._compute_metrics = compute_metrics
+        return self
+
+    def __getnewargs__(self) -> tuple[object, ...]:
+        return (*self, self._compute_metrics)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self[0]
+
+    @property  # not functools.cached_property: torch.compile cannot trace its lock in Python 3.11
+    def metrics(self) -> Metrics:
+        if self._metrics is None:
+            with torch.no_grad():
+                self._metrics = self._compute_metrics()
+        return self._metrics
+
+
+class PolicyLoss(LossResult):
+    """The tuple (loss, policy_loss, kl) of 0-d tensors. `metrics`: see `policy_metrics`; computed on first access."""
+
+    @property
+    def policy_loss(self) -> torch.Tensor:
+        return self[1]
+
+    @property
+    def kl(self) -> torch.Tensor:
+        return self[2]
+
+
+def tokens_loss(
+    rule: PolicyRule,
+    tokens: Tokens,
+    weights_N: torch.Tensor,
+    ref_logps_N: torch.Tensor | None = None,
+    entropy_N: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Return Σ weight·(token loss + beta·kl − entropy_coef·entropy) over the packed tokens of `tokens_of`."""
+    policy = (weights_N * token_loss(rule, tokens)).sum()
+    loss, kl = policy.clone(), policy.new_zeros(())  # a copy, so that `loss += other` does not change policy_loss
+    if ref_logps_N is not None:
+        kl = (weights_N * kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator)).sum()
+        if rule.beta:  # 0·inf is NaN
+            loss = loss + rule.beta * kl
+    if entropy_N is not None and rule.entropy_coef:
+        loss = loss - rule.entropy_coef * (weights_N * entropy_N).sum()
+    # detached, because the pending metrics must not keep the graph alive
+    entropy_N = None if entropy_N is None else entropy_N.detach()
+    compute_metrics = functools.partial(tokens_metrics, rule, tokens.detached(), ref_logps_N, entropy_N)
+    return PolicyLoss(loss, policy, kl, compute_metrics)
+
+
+def nll_of(logps_N: torch.Tensor, weights_N: torch.Tensor) -> PolicyLoss:
+    """Return the loss of the rule `NLL`, −Σ weight·log π."""
+    loss = -(weights_N * logps_N).sum()
+    return PolicyLoss(loss, loss.detach().clone(), loss.new_zeros(()))
+
+
+def computed_loss(
+    rule: TokenRule,
+    results: tuple[torch.Tensor, ...],
+    old_N: torch.Tensor | None,
+    advantages: torch.Tensor | None,
+    ref_N: torch.Tensor | None,
+    mask_N: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Return the `PolicyLoss` for results of the row functions, with metrics (none for NLL).
+
+    results      the loss, its policy and KL parts [2], log-probs [N]
+    advantages   [N], or [B] for sequences of N/B tokens
+    """
+    loss, policy_and_kl, logps_N = results
+    policy, kl = policy_and_kl.unbind()
+    if isinstance(rule, NLL):
+        return PolicyLoss(loss, policy, kl)
+    assert advantages is not None
+
+    def metrics() -> Metrics:
+        per_sequence = len(logps_N) // max(len(advantages), 1)
+        advantages_N = advantages[:, None].expand(-1, per_sequence).reshape(-1)
+        logps, old, of_tokens, ref = (
+            values_N if values_N is None or mask_N is None else values_N.masked_fill(~mask_N, 0.0)
+            for values_N in (logps_N, old_N, advantages_N, ref_N)
+        )
+        assert logps is not None
+        assert of_tokens is not None
+        return tokens_metrics(rule, tokens_of(rule, logps, old, of_tokens, mask_N=mask_N), ref, None)
+
+    return PolicyLoss(loss, policy, kl, metrics)
+
+
+@torch.no_grad()
+def tokens_metrics(
+    rule: PolicyRule, tokens: Tokens, ref_logps_N: torch.Tensor | None, entropy_N: torch.Tensor | None
+) -> Metrics:
+    """Return `policy_metrics` for packed tokens."""
+    bounds, mask_N, ratio_N = rule.bounds, tokens.mask_N, tokens.log_ratio_N.exp()
+    num_tokens: int | torch.Tensor = max(len(ratio_N), 1) if mask_N is None else mask_N.sum().clamp(min=1)
+
+    def mean(values_N: torch.Tensor) -> torch.Tensor:
+        return tokens.active(values_N.to(ratio_N.dtype)).sum() / num_tokens
+
+    if rule.loss_type == "cispo" or not rule.type.clips:  # cispo clips the weight for either sign of A
+        none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+        low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
+    else:
+        low_N, high_N, delta_N = tokens.cut_N or cut(tokens.log_ratio_N, tokens.advantages_N, bounds)
+        high_N = high_N & (tokens.advantages_N > 0)  # clipping has no effect at A = 0
+    metrics = {
+        "clip_fraction": mean(low_N | high_N | delta_N),
+        "clip_fraction_low": mean(low_N),
+        "clip_fraction_high": mean(high_N),
+        "clip_fraction_delta": mean(delta_N),
+        "ratio/mean": mean(ratio_N),
+        "ratio/min": _extreme(ratio_N, mask_N, torch.amin, math.inf),
+        "ratio/max": _extreme(ratio_N, mask_N, torch.amax, -math.inf),
+        "approx_kl": mean(_since_rollout(tokens)),
+    }
+    if ref_logps_N is not None:
+        metrics["kl"] = mean(kl_of(tokens.logps_N, ref_logps_N, rule.kl_estimator))
+    if entropy_N is not None:
+        metrics["entropy"] = mean(entropy_N)
+    return metrics
+
+
+def _since_rollout(tokens: Tokens) -> torch.Tensor:
+    """Return the k3 estimate of KL(old ‖ policy) on samples of the old policy; 0 on policy, even if logp is −inf."""
+    if tokens.old_N is None:
+        return OnPolicyLogRatio.apply(tokens.logps_N)
+    return kl_of(tokens.old_N, tokens.logps_N, "k3")
+
+
+def _extreme(
+    ratio_N: torch.Tensor, mask_N: torch.Tensor | None, of: Callable[[torch.Tensor], torch.Tensor], none: float
+) -> torch.Tensor:
+    """Return the minimum or maximum ratio over unmasked tokens; 0, like the means, if all are masked."""
+    if not ratio_N.numel():
+        return ratio_N.new_zeros(())
+    if mask_N is None:
+        return of(ratio_N)
+    return of(ratio_N.masked_fill(~mask_N, none)).masked_fill(~mask_N.any(), 0.0)
+
+
 # ---- the KL ----
 
 # k3 = d²·(1/2! + d/3! + … + d¹³/15!) inside |d| < ½: the truncation error is 6e-18 of the value
 _SERIES_BELOW = 0.5
 _SERIES = [1 / math.factorial(n) for n in range(15, 1, -1)]
-
-
-def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
-    """Return an estimate of KL(policy ‖ reference) for each sampled token (Schulman 2020, "Approximating KL").
-
-    With d = log π_ref − log π_θ (reference minus policy, as in TRL, verl and strop's primitives):
-
-        k1 = −d                 unbiased, may be negative
-        k2 = d²/2               biased, never negative; the mean of its gradient is the KL's gradient
-        k3 = exp(d) − d − 1     unbiased, never negative; used in GRPO's loss
-
-    logps       [..] log-probs of the policy, any floating dtype
-    ref_logps   [..] those of the reference; no gradient flows into them
-    estimator   "k1", "k2" or "k3"
-
-    returns     [..] float32 (float64 for float64)
-
-    Value and gradient are accurate to the dtype's precision, however close the two policies are:
-        d k1 / d logp = 1        d k2 / d logp = −d        d k3 / d logp = 1 − exp(d)
-    """
-    check_floats(logps, "logps")
-    check_like(ref_logps, "ref_logps", logps, "logps")
-    check_choice(estimator, "estimator", KL_ESTIMATORS)
-    return kl_of(in_float(logps), in_float(ref_logps.detach()), estimator)
 
 
 def kl_of(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -36,8 +36,7 @@ from strop.models.decoder_layers import (
 from strop.models.exact import Exact
 from strop.models.kinds import base_model
 from strop.ops.exact import whole
-from strop.ops.head import product
-from strop.ops.library import first_order
+from strop.ops.head import first_order, product
 
 
 @dataclass

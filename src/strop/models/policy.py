@@ -20,12 +20,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import torch
 from torch import nn
 
-from strop._tensors import in_dtype
 from strop._types import Json, Tokenizer
 from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.distributed import Shards
-from strop.losses.policy import PolicyLoss, nll_of, tokens_loss
-from strop.losses.rules import NLL, TokenRule, tokens_of
+from strop.losses.rules import NLL, PolicyLoss, TokenRule, nll_of, tokens_loss, tokens_of
 from strop.models import trial
 from strop.models.attention import Packed, Rule, also_again, reading
 from strop.models.kinds import (
@@ -45,6 +43,7 @@ from strop.models.kinds import (
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
+from strop.ops.head import in_dtype
 from strop.ops.linear import LMHead
 from strop.ops.registry import FORCED, REGISTERED_BY_USER
 

@@ -21,12 +21,12 @@ Shapes: N tokens, H hidden, V vocabulary; n and v the tokens and the vocabulary 
 """
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from strop._tensors import sums_in
 from strop.losses.rules import NLL, TokenRule, from_text, token_terms
 from strop.ops.head import (
     IDS_MULTIPLE,
@@ -44,10 +44,12 @@ from strop.ops.head import (
     product,
     round_up,
     slices,
+    sums_in,
 )
 from strop.ops.library import constant_when_compiled, library_op
 from strop.ops.rows import TokenValues, implementation
 
+LossTerms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the loss, its policy and KL parts [2], log-probs [N]
 MiB = 2**20
 SCORE_WORKSPACE = 60 * MiB
 TRAIN_WORKSPACE = {"cuda": 560 * MiB, "cpu": 64 * MiB}
@@ -59,21 +61,24 @@ _FEWEST_TOKENS = 32  # tokens per chunk, frozen head: with fewer, reading the we
 
 def linear_logps(
     hidden_NH: torch.Tensor,
-    head: Head,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
     ids_N: torch.Tensor,
     mask_N: torch.Tensor | None,
     temperature: float,
     entropy: bool,
-    rows: ModuleType,
+    rows: str,
     workspace: int | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs [N], statistics [2, N], entropies [N] (empty unless `entropy` is set)."""
-    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
-    logits_at_once = (workspace or SCORE_WORKSPACE) // rows.bytes_per_logit(tokens.dtype, entropy)
+    head, of_rows = Head.of(dtype, weight_VH, bias_V, rows == "exact"), implementation(rows)
+    tokens = CountedTokens(hidden_NH, mask_N, dtype, of_rows)
+    logits_at_once = (workspace or SCORE_WORKSPACE) // of_rows.bytes_per_logit(dtype, entropy)
     n = max(1, min(tokens.count, _SCORE_TOKENS, logits_at_once // (head.row if head.exact else 1)))
     v = head.V if head.exact else min(head.V, _score_vocabulary(n, logits_at_once, hidden_NH.device))
     logps_n, stats_2n, entropies_n = (
-        hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (2,), (int(entropy),))
+        hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(dtype)) for lead in ((), (2,), (int(entropy),))
     )
     memory = tokens.workspace(n * (head.row if head.exact else v))
     for part in cut(tokens.count, n, IDS_MULTIPLE):
@@ -82,7 +87,7 @@ def linear_logps(
         for number, block in enumerate(slices(head.V, v)):
             logits_nv = head.logits(hidden_nH, block, memory)
             where = block.start, head.V, number
-            rows.logps(logits_nv, ids_n, None, temperature, entropy, into, where, in_place=True)
+            of_rows.logps(logits_nv, ids_n, None, temperature, entropy, into, where, in_place=True)
     return tokens.spread(logps_n), tokens.spread(stats_2n), tokens.spread(entropies_n).reshape(-1)
 
 
@@ -104,7 +109,8 @@ def _score_vocabulary(n: int, logits_at_once: int, device: torch.device) -> int:
 
 def linear_logps_bwd(
     hidden_NH: torch.Tensor,
-    head: Head,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
     ids_N: torch.Tensor,
     mask_N: torch.Tensor | None,
     stats_2N: torch.Tensor,
@@ -112,26 +118,28 @@ def linear_logps_bwd(
     d_logps_N: torch.Tensor,
     d_entropies_N: torch.Tensor | None,
     temperature: float,
-    rows: ModuleType,
+    rows: str,
     workspace: int | None,
-    wanted: Wanted,
+    dtype: torch.dtype,
+    needed: Sequence[bool],
 ) -> Gradients:
     """Return the gradients of the inputs, given those of the log-probs and, if any, of the entropies."""
-    tokens = CountedTokens(hidden_NH, mask_N, head.weight_VH.dtype, rows)
+    head, of_rows = Head.of(dtype, weight_VH, bias_V), implementation(rows)
+    tokens, wanted = CountedTokens(hidden_NH, mask_N, dtype, of_rows), Wanted._make((*needed, weight_VH.dtype))
     grads = empty_gradients(tokens, head, wanted)
-    logit_bytes = rows.bytes_per_logit(tokens.dtype, d_entropies_N is not None)
+    logit_bytes = of_rows.bytes_per_logit(dtype, d_entropies_N is not None)
     # on a CPU a float32 sum needs a float32 copy of the weight's block
-    copy_bytes = 0 if hidden_NH.is_cuda or tokens.dtype.itemsize >= 4 else 4 * hidden_NH.shape[1]
+    copy_bytes = 0 if hidden_NH.is_cuda or dtype.itemsize >= 4 else 4 * hidden_NH.shape[1]
     v = max(1, train_workspace(hidden_NH.device, workspace) // (max(tokens.count, 1) * logit_bytes + copy_bytes))
     hidden_nH, ids_n = tokens.hidden(), tokens.take(ids_N)
     stats_2n, d_logps_n = tokens.take(stats_2N, dim=1), tokens.take(d_logps_N)
     entropies_n = entropies_N if d_entropies_N is None else tokens.take(entropies_N)
     d_entropies_n = None if d_entropies_N is None else tokens.take(d_entropies_N)
     memory = tokens.workspace(tokens.count * min(v, head.V))
-    d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums_in(tokens.dtype)) if wanted.hidden else None
+    d_hidden_nH = torch.zeros_like(hidden_nH, dtype=sums_in(dtype)) if wanted.hidden else None
     for block in cut(head.V, v, IDS_MULTIPLE):
         logits_nv = head.logits(hidden_nH, block, memory)
-        rows.logps_bwd(
+        of_rows.logps_bwd(
             logits_nv, ids_n, None, stats_2n, entropies_n, d_logps_n, d_entropies_n, temperature, True,
             (block.start, head.V),
         )  # fmt: skip
@@ -140,10 +148,10 @@ def linear_logps_bwd(
         if wanted.weight:
             product(logits_nv.T, hidden_nH, grads.weight_VH[block])
         if wanted.bias:
-            grads.bias_V[block] = logits_nv.sum(0, dtype=sums_in(tokens.dtype))
+            grads.bias_V[block] = logits_nv.sum(0, dtype=sums_in(dtype))
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, tokens.count), grads.hidden_NH)
-    return grads
+    return grads.with_bias_like(weight_VH if bias_V is None else bias_V)
 
 
 def whole_rows_fit(device: torch.device, V: int, dtype: torch.dtype, rows: str, workspace: int | None) -> bool:
@@ -158,49 +166,57 @@ def _bytes_per_logit(rows: str, dtype: torch.dtype) -> int:
 
 def linear_logps_with_gradient(
     hidden_NH: torch.Tensor,
-    head: Head,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
     ids_N: torch.Tensor,
     mask_N: torch.Tensor | None,
     temperature: float,
-    rows: ModuleType,
+    rows: str,
     workspace: int | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [N] and d log-prob / d hidden [N, H] for a frozen head."""
-    dtype = head.weight_VH.dtype
-    wanted = Wanted(hidden=True, weight=False, bias=False, weight_dtype=dtype)
     ones_N = hidden_NH.new_ones(len(hidden_NH), dtype=sums_in(dtype))
     values = TokenValues(ids_N, mask_N, None, None, ones_N, -ones_N)
-    *_, logps_N, gradients = linear_policy_terms(hidden_NH, head, values, temperature, NLL(), rows, workspace, wanted)
+    (*_, logps_N), gradients = linear_policy_terms(
+        hidden_NH, weight_VH, bias_V, values, temperature, NLL(), rows, workspace, dtype, (True, False, False)
+    )
     return logps_N, gradients.hidden_NH
 
 
 def linear_policy_terms(
     hidden_NH: torch.Tensor,
-    head: Head,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
     values: TokenValues,
     temperature: float,
     rule: TokenRule,
-    rows: ModuleType,
+    rows: str,
     workspace: int | None,
-    wanted: Wanted,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
-    """Return the loss, its policy and KL parts [2], the log-probs [N] and the gradients of the loss."""
-    tokens = CountedTokens(hidden_NH, values.mask, head.weight_VH.dtype, rows)
+    dtype: torch.dtype,
+    needed: Sequence[bool],
+) -> tuple[LossTerms, Gradients]:
+    """Return the loss, its policy and KL parts [2], the log-probs [N]; and the gradients of the loss.
+
+    dtype    of the products
+    needed   whether hidden states, weight and bias need a gradient
+    """
+    head, of_rows = Head.of(dtype, weight_VH, bias_V, rows == "exact"), implementation(rows)
+    tokens, wanted = CountedTokens(hidden_NH, values.mask, dtype, of_rows), Wanted._make((*needed, weight_VH.dtype))
     bytes_given = train_workspace(hidden_NH.device, workspace)
-    plan = _over_the_gradient(
-        tokens.count, head, wanted, tokens.dtype, rows.bytes_per_logit(tokens.dtype, kept=True), bytes_given
-    )
+    plan = _over_the_gradient(tokens.count, head, wanted, dtype, of_rows.bytes_per_logit(dtype, kept=True), bytes_given)
     if plan is not None and plan.v < head.V:
-        return _policy_terms_in_blocks(tokens, head, plan, values, temperature, rule, rows, wanted)
+        results, grads = _policy_terms_in_blocks(tokens, head, plan, values, temperature, rule, of_rows, wanted)
+        return results, grads.with_bias_like(weight_VH if bias_V is None else bias_V)
     n = _chunk_size(tokens, head, wanted, bytes_given) if plan is None else tokens.count
     chunks = LogitChunks(tokens, head, n)
-    logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(tokens.dtype)) for lead in ((), (3,)))
+    logps_n, terms_3n = (hidden_NH.new_empty(*lead, tokens.count, dtype=sums_in(dtype)) for lead in ((), (3,)))
     # with several chunks, sum the weight's gradient in float32 whatever its dtype
-    weight_dtype = sums_in(tokens.dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
+    weight_dtype = sums_in(dtype) if len(chunks.parts) > 1 else wanted.weight_dtype
     grads = empty_gradients(tokens, head, wanted._replace(weight_dtype=weight_dtype))
     for part, hidden_nH, logits_nV in chunks:
         into = logps_n[part], terms_3n[:, part]
-        terms = rows.policy_terms(
+        terms = of_rows.policy_terms(
             logits_nV, tokens.take_values(values, part), temperature, rule, any(wanted[:3]), True, into,
             wanted.factors_can_wait,
         )  # fmt: skip
@@ -210,10 +226,11 @@ def linear_policy_terms(
             hidden_nH = tokens.multiplied(hidden_nH, terms.factors_N)
             (add_product if part.start else product)(logits_nV.T, hidden_nH, grads.weight_VH)
         if wanted.bias:
-            grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(tokens.dtype)))
+            grads.bias_V.add_(logits_nV.sum(0, dtype=sums_in(dtype)))
     if wanted.weight:
         grads = grads._replace(weight_VH=no_view(narrowed(grads.weight_VH, wanted.weight_dtype)))
-    return *rows.sums(terms_3n), tokens.spread(logps_n), grads
+    results = *of_rows.sums(terms_3n), tokens.spread(logps_n)
+    return results, grads.with_bias_like(weight_VH if bias_V is None else bias_V)
 
 
 def _chunk_size(tokens: CountedTokens, head: Head, wanted: Wanted, workspace: int) -> int:
@@ -273,7 +290,7 @@ def _policy_terms_in_blocks(
     rule: TokenRule,
     rows: ModuleType,
     wanted: Wanted,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
+) -> tuple[LossTerms, Gradients]:
     """Return the results of `linear_policy_terms`, computed for all tokens at once."""
     n, V, dtype, sums = tokens.count, head.V, tokens.dtype, sums_in(tokens.dtype)
     hidden_nH = tokens.hidden()
@@ -304,44 +321,38 @@ def _policy_terms_in_blocks(
         product(logits_nv.T, hidden_nH, d_weight_VH[block])
     if d_hidden_nH is not None:
         tokens.put(d_hidden_nH, slice(0, n), grads.hidden_NH)
-    return *rows.sums(terms_3n), tokens.spread(logps_n), grads._replace(weight_VH=no_view(d_weight_VH))
+    return (*rows.sums(terms_3n), tokens.spread(logps_n)), grads._replace(weight_VH=no_view(d_weight_VH))
 
 
 def train_workspace(device: torch.device, workspace: int | None) -> int:
     return workspace or TRAIN_WORKSPACE["cuda" if device.type == "cuda" else "cpu"]
 
 
-# ---- as operators of torch.ops.strop ----
+# ---- as operators of torch.ops.strop, for compiled graphs ----
 
 
-def _fake_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
+def _fake_logps(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
     N = ids_N.shape[0]
     sizes = (N,), (2, N), (N if entropy else 0,)
     return tuple(hidden_NH.new_empty(size, dtype=sums_in(dtype)) for size in sizes)
 
 
-@library_op(
+logps_op = library_op(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, float temperature, bool entropy, "
     "str rows, int? workspace, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _fake_forward,
-)
-def linear_logp_forward(hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, rows, workspace, dtype):
-    head = Head.of(dtype, weight, bias, rows == "exact")
-    return linear_logps(hidden_NH, head, ids_N, mask_N, temperature, entropy, implementation(rows), workspace)
+    _fake_logps,
+)(linear_logps)
 
 
 def _fake_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, rows, workspace, dtype):
     return hidden_NH.new_empty(ids_N.shape, dtype=sums_in(dtype)), hidden_NH.new_empty(hidden_NH.shape)
 
 
-@library_op(
+logps_with_gradient_op = library_op(
     "linear_logp_with_gradient(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, float temperature, "
     "str rows, int? workspace, ScalarType dtype) -> (Tensor, Tensor)",
     _fake_with_gradient,
-)
-def linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, rows, workspace, dtype):
-    head = Head.of(dtype, weight, bias, rows == "exact")
-    return linear_logps_with_gradient(hidden_NH, head, ids_N, mask_N, temperature, implementation(rows), workspace)
+)(linear_logps_with_gradient)
 
 
 def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
@@ -353,25 +364,15 @@ def fake_gradients(hidden_NH, weight, bias, dtype, wanted):
     )
 
 
-@library_op(
+logps_bwd_op = library_op(
     "linear_logp_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor stats, "
     "Tensor entropies, Tensor d_logps, Tensor? d_entropies, float temperature, str rows, int? workspace, "
     "ScalarType dtype, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     lambda hidden_NH, weight, bias, *rest: fake_gradients(hidden_NH, weight, bias, *rest[-2:]),
-)
-def linear_logp_backward(
-    hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature, rows,
-    workspace, dtype, wanted,
-):  # fmt: skip
-    head = Head.of(dtype, weight, bias)
-    gradients = linear_logps_bwd(
-        hidden_NH, head, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N, temperature,
-        implementation(rows), workspace, Wanted.of(wanted, weight.dtype),
-    )  # fmt: skip
-    return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
+)(linear_logps_bwd)
 
 
-def _fake_loss(hidden_NH, weight, bias, ids_N, *rest):
+def _fake_terms(hidden_NH, weight, bias, ids_N, *rest):
     *_, dtype, wanted = rest
     make = functools.partial(hidden_NH.new_empty, dtype=sums_in(dtype))
     return make(()), make(2), make(ids_N.shape), *fake_gradients(hidden_NH, weight, bias, dtype, wanted)
@@ -382,16 +383,16 @@ def _fake_loss(hidden_NH, weight, bias, ids_N, *rest):
     "Tensor? ref_logps, Tensor advantages, Tensor weights, float temperature, str rule, str rows, int? workspace, "
     "ScalarType dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_loss,
+    _fake_terms,
 )
-def linear_policy_loss(
-    hidden_NH, weight, bias, ids_N, mask_N, old_N, ref_N, advantages_N, weights_N, temperature, rule, rows,
-    workspace, dtype, wanted,
-):  # fmt: skip
-    total, policy_and_kl, logps_N, gradients = linear_policy_terms(
-        hidden_NH, Head.of(dtype, weight, bias, rows == "exact"),
-        TokenValues(ids_N, mask_N, old_N, ref_N, advantages_N, weights_N), temperature, from_text(rule),
-        implementation(rows), workspace, Wanted.of(wanted, weight.dtype),
-    )  # fmt: skip
-    d_bias = gradients.bias_V.to(weight.dtype if bias is None else bias.dtype)
-    return total, policy_and_kl, logps_N, gradients.hidden_NH, gradients.weight_VH, d_bias
+def policy_terms_op(hidden_NH, weight, bias, *rest):
+    *values, temperature, rule, rows, workspace, dtype, wanted = rest
+    settings = temperature, from_text(rule), rows, workspace, dtype, wanted
+    results, gradients = linear_policy_terms(hidden_NH, weight, bias, TokenValues(*values), *settings)
+    return *results, *gradients
+
+
+def policy_terms_in_graph(hidden_NH, weight, bias, values, temperature, rule, *settings):
+    """Return the results of `linear_policy_terms` by the operator, which takes text instead of objects."""
+    found = policy_terms_op(hidden_NH, weight, bias, *values, temperature, rule.text, *settings)
+    return found[:3], found[3:]

@@ -14,8 +14,7 @@ import torch
 
 from strop._tensors import Count, check_ids_in_range, check_like, check_logits, check_logits_and_ids
 from strop.losses import PolicyLoss, PolicyRule
-from strop.losses.policy import computed_loss
-from strop.losses.rules import PolicyOptions, from_text
+from strop.losses.rules import PolicyOptions, computed_loss, from_text
 from strop.ops.library import library_op, note_overwritten
 from strop.ops.linear import with_gradients
 from strop.ops.logp import logp_kernels, logp_torch

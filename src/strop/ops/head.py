@@ -3,19 +3,36 @@
 Shapes: N tokens, n of them in the loss or in a chunk, H hidden, V vocabulary, v ids of a block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from strop._tensors import sums_in
+from strop._types import Context
 from strop.ops.rows import TokenValues
 
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # chunks of tokens and blocks of the vocabulary are multiples of these
 ROW_MULTIPLE = 8  # 16-bit logits per 16 bytes: rows of exact logits are aligned to 16 bytes
 
 ALL = slice(None)
+
+
+def computed_in(hidden: torch.Tensor) -> torch.dtype:
+    """Return the dtype of matmuls with `hidden`: autocast's if it is on, else its own."""
+    if hidden.dtype != torch.float64 and not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of log-probs, losses and sums over chunks, for matmuls in this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_dtype(dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
+    """Return the tensors detached and in `dtype`, that of the policy's log-probs, so that the loss has it too."""
+    return tuple(None if tensor is None else tensor.detach().to(dtype) for tensor in tensors)
 
 
 class Head(NamedTuple):
@@ -63,11 +80,6 @@ class Wanted(NamedTuple):
     bias: bool
     weight_dtype: torch.dtype  # the parameter's dtype; under autocast the head's is another
 
-    @classmethod
-    def of(cls, wanted: Sequence[bool], weight_dtype: torch.dtype) -> "Wanted":
-        hidden, weight, bias = wanted
-        return cls(hidden, weight, bias, weight_dtype)
-
     @property
     def factors_can_wait(self) -> bool:
         """Return whether row factors can be applied after the matmuls. A bias gradient rules this out."""
@@ -80,6 +92,10 @@ class Gradients(NamedTuple):
     hidden_NH: torch.Tensor
     weight_VH: torch.Tensor
     bias_V: torch.Tensor
+
+    def with_bias_like(self, like: torch.Tensor) -> "Gradients":
+        """Return the gradients with that of the bias in the dtype of this tensor; it was summed in a wider one."""
+        return self._replace(bias_V=self.bias_V.to(like.dtype))
 
 
 class CountedTokens:
@@ -241,3 +257,26 @@ def narrowed(wide_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def no_view(gradient: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory that is not a view: autograd adds in place only to such gradients."""
     return gradient.data
+
+
+def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients so that differentiating them raises an error: they were computed without a graph.
+
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. Otherwise a gradient penalty would
+    silently be treated as a constant.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
+        return gradients
+    return tuple(None if g is None else _NoSecondGradient.apply(g.detach().requires_grad_()) for g in gradients)
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
+        )

@@ -5,11 +5,9 @@ defined by `torch.library.Library`, because the decorator `custom_op` costs four
 """
 
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-
-from strop._types import Context
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Result = TypeVar("Result")
@@ -72,26 +70,3 @@ def note_overwritten(logits: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():  # in a graph the operator's schema says so
         torch.autograd.graph.increment_version(logits)
-
-
-def first_order(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients so that differentiating them raises an error: they were computed without a graph.
-
-    torch's `once_differentiable` raises only if the incoming gradient has a graph. Otherwise a gradient penalty would
-    silently be treated as a constant.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled: create_graph=True
-        return gradients
-    return tuple(None if g is None else _NoSecondGradient.apply(g.detach().requires_grad_()) for g in gradients)
-
-
-class _NoSecondGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            "this backend has no gradient of its gradient; the reference has: with strop.ops.registry.use_backend('torch')"
-        )

@@ -4,7 +4,9 @@ The operators `linear_logp`, `linear_token_loss` and `linear_grpo_loss` are the 
 arguments, choose a backend and call these functions. A trainer calls them directly, because its arguments were checked
 when its config and its batch were made. The arithmetic is the same.
 
-rows    the row functions to use: "torch" on any device, "triton" on a GPU, "exact" for batch-invariant sums
+rows        the row functions to use: "torch" on any device, "triton" on a GPU, "exact" for batch-invariant sums
+in_graph    True in a compiled graph and on the meta device: each computation is an operator of torch.ops.strop. Only the
+            public operators set it
 
 Shapes: N tokens, H hidden, V vocabulary.
 """
@@ -15,20 +17,19 @@ from typing import NamedTuple
 
 import torch
 
-from strop._tensors import computed_in, in_dtype, sums_in
-from strop.losses import PolicyLoss
-from strop.losses.policy import computed_loss
-from strop.losses.rules import TokenRule
+from strop.losses.rules import PolicyLoss, TokenRule, computed_loss
 from strop.ops.chunks import (
-    linear_logp_backward,
-    linear_logp_forward,
-    linear_logp_with_gradient,
-    linear_policy_loss,
+    linear_logps,
+    linear_logps_bwd,
+    linear_logps_with_gradient,
     linear_policy_terms,
+    logps_bwd_op,
+    logps_op,
+    logps_with_gradient_op,
+    policy_terms_in_graph,
     whole_rows_fit,
 )
-from strop.ops.head import Head, Wanted
-from strop.ops.library import first_order, is_plain
+from strop.ops.head import computed_in, first_order, in_dtype, sums_in
 from strop.ops.rows import TokenValues, implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -59,6 +60,7 @@ def logps_and_entropies(
     temperature: float = 1.0,
     entropy: bool = False,
     workspace: int | None = None,
+    in_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs [N], and entropies [N] or None if not asked for."""
     given = *head, ids_N, mask_N, temperature
@@ -67,8 +69,8 @@ def logps_and_entropies(
     if not entropy and _only_hidden_learns(head):
         device, vocabulary = head.hidden_NH.device, len(head.weight_VH)
         if whole_rows_fit(device, vocabulary, dtype, rows, workspace):
-            return _FrozenLinearLogp.apply(*given, settings), None
-    logps_N, entropies_N = _LinearLogp.apply(*given, entropy, settings)
+            return _FrozenLinearLogp.apply(*given, settings, in_graph), None
+    logps_N, entropies_N = _LinearLogp.apply(*given, entropy, settings, in_graph)
     return logps_N, entropies_N if entropy else None
 
 
@@ -79,8 +81,9 @@ def _only_hidden_learns(head: LMHead) -> bool:
 
 class _FrozenLinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, settings):
-        logps_N, gradient_NH = linear_logp_with_gradient(hidden_NH, weight, bias, ids_N, mask_N, temperature, *settings)
+    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, settings, in_graph):
+        compute = logps_with_gradient_op if in_graph else linear_logps_with_gradient
+        logps_N, gradient_NH = compute(hidden_NH, weight, bias, ids_N, mask_N, temperature, *settings)
         ctx.save_for_backward(gradient_NH, mask_N)
         ctx.set_materialize_grads(False)
         return logps_N
@@ -88,23 +91,24 @@ class _FrozenLinearLogp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps_N):
         if d_logps_N is None:
-            return (None,) * 7
+            return (None,) * 8
         gradient_NH, mask_N = ctx.saved_tensors
         with torch.no_grad():
             if mask_N is not None:
                 d_logps_N = torch.where(mask_N, d_logps_N, 0.0)
             d_hidden_NH = (gradient_NH * d_logps_N[:, None]).to(gradient_NH.dtype)
-        return first_order(d_hidden_NH, None, None, None, None, None, None)
+        return first_order(d_hidden_NH, None, None, None, None, None, None, None)
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, settings):
-        logps_N, stats_2N, entropies_N = linear_logp_forward(
+    def forward(ctx, hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, settings, in_graph):
+        compute = logps_op if in_graph else linear_logps
+        logps_N, stats_2N, entropies_N = compute(
             hidden_NH, weight, bias, ids_N, mask_N, temperature, entropy, *settings
         )
         ctx.save_for_backward(hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N)
-        ctx.temperature, ctx.entropy, ctx.settings = temperature, entropy, settings
+        ctx.temperature, ctx.entropy, ctx.settings, ctx.in_graph = temperature, entropy, settings, in_graph
         ctx.set_materialize_grads(False)
         return logps_N, entropies_N
 
@@ -113,17 +117,18 @@ class _LinearLogp(torch.autograd.Function):
         hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N = ctx.saved_tensors
         d_entropies_N = d_entropies_N if ctx.entropy else None  # a compiled graph passes one for the empty tensor
         if d_logps_N is None and d_entropies_N is None:
-            return (None,) * 8
-        wanted = list(ctx.needs_input_grad[:3])
+            return (None,) * 9
+        wanted, (rows, workspace, dtype) = list(ctx.needs_input_grad[:3]), ctx.settings
         with torch.no_grad():
             d_logps_N = stats_2N.new_zeros(stats_2N.shape[1]) if d_logps_N is None else d_logps_N.contiguous()
             d_entropies_N = None if d_entropies_N is None else d_entropies_N.contiguous()
-            gradients = linear_logp_backward(
+            compute = logps_bwd_op if ctx.in_graph else linear_logps_bwd
+            gradients = compute(
                 hidden_NH, weight, bias, ids_N, mask_N, stats_2N, entropies_N, d_logps_N, d_entropies_N,
-                ctx.temperature, *ctx.settings, wanted,
+                ctx.temperature, rows, workspace, dtype, wanted,
             )  # fmt: skip
         found = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-        return first_order(*found, None, None, None, None, None)
+        return first_order(*found, None, None, None, None, None, None)
 
 
 # ---- losses: three products, two with a frozen head, because the forward computes the gradients ----
@@ -141,47 +146,17 @@ def token_loss(
     advantages_N: torch.Tensor | None = None,
     temperature: float = 1.0,
     workspace: int | None = None,
+    in_graph: bool = False,
 ) -> PolicyLoss:
     """Return Σ weight·(token loss + beta·kl) over all tokens. A token's loss must need only its own row of logits."""
-    weights_N, old_N, ref_N, advantages_N = in_dtype(
-        sums_in(computed_in(head.hidden_NH)), weights_N, old_logps_N, ref_logps_N, advantages_N
-    )
+    dtype = computed_in(head.hidden_NH)
+    weights_N, old_N, ref_N, advantages_N = in_dtype(sums_in(dtype), weights_N, old_logps_N, ref_logps_N, advantages_N)
     advantages_or_weights_N = weights_N if advantages_N is None else advantages_N  # NLL ignores advantages
     values = TokenValues(ids_N, None, old_N, ref_N, advantages_or_weights_N, weights_N)
-    results = loss_terms(head, values, temperature, rule, rows=rows, workspace=workspace, name="linear_token_loss")
+    run = policy_terms_in_graph if in_graph else linear_policy_terms
+    settings = values, temperature, rule, rows, workspace, dtype
+    results = with_gradients(run, head, settings, rows=rows, name="linear_token_loss")
     return computed_loss(rule, results, old_N, advantages_N, ref_N)
-
-
-def loss_terms(
-    head: LMHead,
-    values: TokenValues,
-    temperature: float,
-    rule: TokenRule,
-    *,
-    rows: str,
-    workspace: int | None,
-    name: str,
-) -> tuple[torch.Tensor, ...]:
-    """Return the loss, its policy and KL parts [2], and the log-probs [N].
-
-    name   the operator's name, for errors
-    """
-    settings = values, temperature, rule, rows, workspace, computed_in(head.hidden_NH)
-    return with_gradients(_terms_and_gradients, head, settings, rows=rows, name=name)
-
-
-def _terms_and_gradients(hidden_NH, weight, bias, values, temperature, rule, rows, workspace, dtype, wanted):
-    if not is_plain(hidden_NH):  # in a compiled graph, whose operators take text instead of objects
-        found = linear_policy_loss(
-            hidden_NH, weight, bias, *values, temperature, rule.text, rows, workspace, dtype, wanted
-        )
-        return found[:3], found[3:]
-    head = Head.of(dtype, weight, bias, rows == "exact")
-    asked = Wanted.of(wanted, weight.dtype)
-    *results, gradients = linear_policy_terms(
-        hidden_NH, head, values, temperature, rule, implementation(rows), workspace, asked
-    )
-    return results, gradients if bias is None else gradients._replace(bias_V=gradients.bias_V.to(bias.dtype))
 
 
 # ---- functions that compute their gradients in the forward ----

@@ -19,9 +19,6 @@ from strop._tensors import (
     check_shape,
     check_temperature,
     check_workspace,
-    computed_in,
-    in_dtype,
-    sums_in,
 )
 from strop.losses.divergence import divergence
 from strop.ops.chunks import fake_gradients, train_workspace
@@ -32,11 +29,14 @@ from strop.ops.head import (
     LogitChunks,
     Wanted,
     add_product,
+    computed_in,
     cut,
     empty_gradients,
+    in_dtype,
     narrowed,
     no_view,
     product,
+    sums_in,
 )
 from strop.ops.library import library_op
 from strop.ops.linear import LMHead, with_gradients
@@ -149,7 +149,7 @@ def divergence_terms(
     chunks, teacher_chunks = LogitChunks(tokens, head, n), LogitChunks(teacher_tokens, teacher, n)
     # with several chunks, sum the weight's gradient in float32 whatever its dtype
     weight_dtype = sums_in(dtype) if len(chunks.parts) > 1 else weight.dtype
-    grads = empty_gradients(tokens, head, Wanted.of(wanted, weight_dtype))
+    grads = empty_gradients(tokens, head, Wanted._make((*wanted, weight_dtype)))
     found_N = hidden_NH.new_empty(tokens.count, dtype=sums_in(dtype))
     for (part, hidden_nH, logits_nV), (_, _, teacher_nV) in zip(chunks, teacher_chunks, strict=True):
         found_N[part] = module.divergence(logits_nV, teacher_nV, weights_N[part], beta, temperature, any(wanted))

@@ -14,13 +14,13 @@ from strop._tensors import (
     check_head,
     check_linear_logp,
     check_shape,
-    computed_in,
-    sums_in,
 )
 from strop.losses import PolicyLoss, PolicyRule
-from strop.losses.policy import computed_loss
-from strop.losses.rules import PolicyOptions
-from strop.ops.linear import LMHead, loss_terms
+from strop.losses.rules import PolicyOptions, computed_loss
+from strop.ops.chunks import linear_policy_terms, policy_terms_in_graph
+from strop.ops.head import computed_in, sums_in
+from strop.ops.library import is_plain
+from strop.ops.linear import LMHead, with_gradients
 from strop.ops.linear_logp import BY_ROWS, head_logps
 from strop.ops.policy import PolicyBatch, coefficients, composed, token_coefficients
 from strop.ops.registry import op_with_backends
@@ -86,7 +86,8 @@ def linear_grpo_loss(
         entropy = rule.entropy_coef != 0
         return composed(batch, head_logps(rows, head, action_ids, mask_BT, temperature, workspace, entropy))
 
-    dtype = sums_in(computed_in(hidden))
+    computed = computed_in(hidden)
+    dtype = sums_in(computed)
     found = coefficients(batch) if rows == "triton" else token_coefficients(batch, dtype)
     advantages_N, weights_N = (  # one per token, also if given per sequence
         values if values.numel() == action_ids.numel() else values[:, None].expand(action_ids.shape).reshape(-1)
@@ -94,10 +95,11 @@ def linear_grpo_loss(
     )
     old_N, ref_N = batch.flat_logps(dtype)
     mask_N = mask_BT.reshape(-1)
-    results = loss_terms(
+    values = TokenValues(action_ids.reshape(-1), mask_N, old_N, ref_N, advantages_N, weights_N)
+    results = with_gradients(
+        linear_policy_terms if is_plain(hidden) else policy_terms_in_graph,
         LMHead(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
-        TokenValues(action_ids.reshape(-1), mask_N, old_N, ref_N, advantages_N, weights_N),
-        float(temperature), rule, rows=rows, workspace=workspace, name="linear_grpo_loss",
+        (values, float(temperature), rule, rows, workspace, computed), rows=rows, name="linear_grpo_loss",
     )  # fmt: skip
     return computed_loss(rule, results, old_N, advantages_N, ref_N, mask_N)
 

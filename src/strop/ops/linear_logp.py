@@ -9,6 +9,7 @@ Shapes: H hidden, V vocabulary; `[..]` any number of leading dimensions, usually
 import torch
 
 from strop._tensors import check_linear_logp
+from strop.ops.library import is_plain
 from strop.ops.linear import LMHead, logps_and_entropies
 from strop.ops.logp import Logps, Scores, logp_torch
 from strop.ops.registry import op_with_backends
@@ -35,7 +36,7 @@ def head_logps(
     logps_N, entropies_N = logps_and_entropies(
         LMHead(hidden.reshape(-1, hidden.shape[-1]), weight, bias), ids.reshape(-1), rows=rows,
         mask_N=None if mask is None else mask.reshape(-1), temperature=float(temperature), entropy=entropy,
-        workspace=workspace,
+        workspace=workspace, in_graph=not is_plain(hidden),
     )  # fmt: skip
     return logps_N.view(ids.shape), None if entropies_N is None else entropies_N.view(ids.shape)
 

@@ -5,10 +5,12 @@ Shapes: n tokens, H hidden, V the vocabulary.
 
 import torch
 
-from strop._tensors import check_linear_logp, check_tokens, in_dtype
+from strop._tensors import check_linear_logp, check_tokens
 from strop.losses import NLL, PolicyLoss
-from strop.losses.policy import check_given, nll_of, tokens_loss
-from strop.losses.rules import TokenRule, tokens_of
+from strop.losses.policy import check_given
+from strop.losses.rules import TokenRule, nll_of, tokens_loss, tokens_of
+from strop.ops.head import in_dtype
+from strop.ops.library import is_plain
 from strop.ops.linear import LMHead, token_loss
 from strop.ops.linear_logp import BY_EXACT_ROWS, head_logps
 from strop.ops.policy import loss_alone
@@ -54,6 +56,7 @@ def linear_token_loss(
         return token_loss(
             head, ids, weights, rule, rows=rows, old_logps_N=old_logps, ref_logps_N=ref_logps,
             advantages_N=advantages, temperature=float(temperature), workspace=workspace,
+            in_graph=not is_plain(hidden),
         )  # fmt: skip
     logps_n, _ = head_logps(rows, head, ids, None, temperature, workspace)
     weights, old_logps, ref_logps, advantages = in_dtype(logps_n.dtype, weights, old_logps, ref_logps, advantages)

@@ -8,7 +8,8 @@ Shapes: V the vocabulary; `[..]` any number of leading dimensions, usually [B, T
 import torch
 
 from strop._tensors import can_look, check_logp
-from strop.ops.library import first_order, library_op, note_overwritten
+from strop.ops.head import first_order
+from strop.ops.library import library_op, note_overwritten
 from strop.ops.registry import op_with_backends
 from strop.ops.rows import check_in_place, fake_gradient, implementation
 

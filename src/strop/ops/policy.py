@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from strop._tensors import Count, as_completion_mask, check_device, check_like, check_shape, in_dtype
+from strop._tensors import Count, as_completion_mask, check_device, check_like, check_shape
 from strop.losses import PolicyLoss, PolicyRule, group_advantages
 from strop.losses.advantages import check_group_size, check_rewards
 from strop.losses.policy import per_token, rows_loss, weight_counts, weights_of
+from strop.ops.head import in_dtype
 from strop.ops.library import library_op
 from strop.ops.logp import Scores
 from strop.ops.rows import implementation

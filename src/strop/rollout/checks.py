@@ -1,7 +1,7 @@
 """Checks that the engine and its fused layers can run a model: its calls of attention, its states and its logits."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,17 @@ from strop.rollout.sampling import Sampling
 from strop.rollout.slots import CacheShape, Seen, States
 
 TWO_GREEDY = Sampling(max_new_tokens=2, temperature=0.0)
+
+
+@contextlib.contextmanager
+def errors_are_unsupported(what: str) -> Iterator[None]:
+    """Raise `Unsupported` for an error inside: a foreign model may raise anything, and then this engine cannot run it."""
+    try:
+        yield
+    except (Unsupported, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Unsupported(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
@@ -35,12 +46,8 @@ def check_completions(complete: Callable[..., Sequence[Sequence[torch.Tensor]]],
     sampling = Sampling(max_new_tokens=max(1, min(6, room)), temperature=0.0)
     uniforms_BT = torch.zeros(len(prompts), sampling.max_new_tokens)
     with torch.no_grad():
-        try:
+        with errors_are_unsupported("it fails"):
             tokens, logps = complete(policy, prompts, sampling, 1, uniforms_BT, ())
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a foreign model may raise anything; any error means that this engine cannot run it
-            raise Unsupported(f"it fails ({type(error).__name__}: {error})") from error
         for prompt, new, found in zip(prompts, tokens, logps, strict=True):
             for i, token in enumerate(new):
                 ids = torch.cat([prompt, new[:i]]).to(policy.device)
@@ -69,13 +76,9 @@ def states_of(layers: Any, ids: torch.Tensor, device: torch.device) -> Seen:
     """Return what the layers pass to attention. Raise `Unsupported` if their forward fails."""
     seen = Seen()
     seen.states = States()
-    try:
-        with layers.ready(), current(seen):  # not compiled, since `seen` may hold more than tensors
-            layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
-    except (Unsupported, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a foreign model may fail in any way with this cache and these arguments
-        raise Unsupported(f"its forward fails with a cache of slots ({type(error).__name__}: {error})") from error
+    with errors_are_unsupported("its forward fails with a cache of slots"), layers.ready(), current(seen):
+        # not compiled, since `seen` may hold more than tensors
+        layers(ids[None].to(device), torch.arange(len(ids), device=device)[None], with_logits=False)
     return seen
 
 
@@ -117,7 +120,10 @@ def check_against_forward(engine: Any, policy: Policy) -> None:
     prompts = probe(policy)
     routers = policy.routers if isinstance(policy.routers, Routers) else None
     engine.layers.refresh(len(prompts[0]) + 2)
-    with engine.layers.ready(), contextlib.nullcontext() if routers is None else routers.recording() as latest:
+    recording = contextlib.nullcontext() if routers is None else routers.recording()
+    with (
+        errors_are_unsupported("its forward fails with a cache of slots"), engine.layers.ready(), recording as latest
+    ):  # fmt: skip
         round_, rows = engine.begin(prompts, 1, len(prompts), TWO_GREEDY, torch.zeros(len(prompts), 2), ())
         if routers is not None:
             engine._begin_record(round_, prompts, routers, latest)

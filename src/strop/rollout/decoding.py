@@ -29,6 +29,7 @@ from strop.models.attention import Pass, Unsupported
 from strop.models.routing import Routers
 from strop.rollout import checks, plain, sides, transformers_generate
 from strop.rollout.cached_rows import CachedRows, read_chunks, read_on, store
+from strop.rollout.grammar import Matchers, allowed_bits, restricted, take
 from strop.rollout.recording import Record, step_memory
 from strop.rollout.sampling import Sampling, completion_lengths, draw, sampling_logps
 from strop.rollout.slots import AsksForLength, Decode, Key, Prefill, Rows, States
@@ -55,6 +56,8 @@ class Round:
     record                                     the chosen experts; None records none
     states                                     states of every prompt: see slots.py
     kept                                       states of every row without its last two tokens, if rows continue later
+    matchers                                   of every row, if some have grammars; `restricted` is True in a step that
+                                               may draw only the tokens of `Engine.allowed_NW`
     """
 
     kv: torch.Tensor
@@ -72,6 +75,8 @@ class Round:
     states: dict[Key, torch.Tensor]
     record: Record | None = None
     kept: dict[Key, torch.Tensor] | None = None
+    matchers: Matchers | None = None
+    restricted: bool = False
 
     def table(self) -> list[int]:
         """Return the addresses and sizes that kernels read: see kernels.py."""
@@ -130,6 +135,7 @@ class Engine:
         self.eos = torch.full((16,), -1, dtype=torch.int64, device=self.device)
         self._chosen_NLk: torch.Tensor | None = None
         self.tiles_CN = torch.zeros(2, BUCKETS[-1], dtype=torch.int32, device=self.device)
+        self.allowed_NW: torch.Tensor | None = None  # a bit for each token that a row of the step may draw
         self._flags = (
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         )
@@ -205,10 +211,12 @@ class Engine:
         eos_ids: tuple[int, ...],
         cached: CachedRows | None = None,
         routers: Routers | None = None,
+        matchers: Matchers | None = None,
     ) -> tuple[list[torch.Tensor], ...]:
         """Return tokens and log-probs of every completion, as `strop.rollout.generate` expects; with routers,
-        the chosen experts too.
+        the chosen experts too. `matchers` are those of the completions, if some have grammars.
         """
+        taken = [0 if one is None else one.num_tokens for one in matchers or ()]
         T = sampling.max_new_tokens
         uniforms_BT = uniforms_BT.float().clamp(max=1 - 2**-24)  # rounded, but below 1
         tokens: list[torch.Tensor] = []
@@ -223,6 +231,8 @@ class Engine:
                 round_, rows = self.begin(*some, uniforms, eos_ids)
                 if routers is not None:
                     self._begin_record(round_, some[0], routers, latest)
+                if matchers is not None:
+                    round_.matchers = matchers[first * num_samples : end * num_samples]
                 if cached is None:
                     self._prefill(prompts[first:end], round_)
                 else:
@@ -231,6 +241,9 @@ class Engine:
                 self._decode(rows, round_, sampling)
                 tokens_BT, logps_BT = round_.tokens_BT.cpu(), round_.logps_BT.cpu()
                 lengths_B = completion_lengths(tokens_BT, eos_ids)
+                for row, matcher in enumerate(round_.matchers or ()):
+                    if matcher is not None:
+                        lengths_B[row] = matcher.num_tokens - taken[first * num_samples + row]
                 if round_.record is not None:
                     lengths = lengths_B.tolist()
                     routing += round_.record.of_rows(prompts[first:end], round_.prefix_starts, lengths, num_samples)
@@ -451,8 +464,25 @@ class Engine:
     # ---- a step ----
 
     def _step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
+        matchers = None if round_.matchers is None else self._allow(rows, round_)
         with round_.recorded(rows):
             self._bare_step(rows, round_, sampling)
+        if matchers is not None:
+            rows.finished_N[take(matchers, rows.token_N.tolist())] = 1
+
+    def _allow(self, rows: Rows, round_: Round) -> Matchers:
+        """Set `allowed_NW` and `round_.restricted` for a step; return the matchers of its rows that have not ended."""
+        assert round_.matchers is not None
+        places = zip(rows.row_N.tolist(), rows.finished_N.tolist(), strict=True)
+        matchers = [None if finished else round_.matchers[row] for row, finished in places]
+        round_.restricted = any(matchers)
+        if round_.restricted:
+            bits_NW = allowed_bits(matchers)
+            if self.allowed_NW is None:  # always in the same memory, which the graphs read
+                shape = (BUCKETS[-1], bits_NW.shape[1])
+                self.allowed_NW = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.allowed_NW[: len(bits_NW)] = bits_NW
+        return matchers
 
     def _bare_step(self, rows: Rows, round_: Round, sampling: Sampling) -> None:
         if self.why_no_graphs is None:
@@ -483,7 +513,7 @@ class Engine:
         from strop.rollout.launch import pick
 
         logits_NV = self._logits_on_gpu(rows, round_)
-        if self.exact and not sampling.cuts:
+        if self.exact and not sampling.cuts and not round_.restricted:
             exact.pick(logits_NV, rows, self.eos, self.table, sampling.temperature)
             return
         if sampling.cuts:
@@ -498,6 +528,9 @@ class Engine:
         logits_NV = read(self.layers, pass_, rows.token_N[:, None], positions_N[:, None])
         if round_.record is not None:
             round_.record.read_step(len(rows))
+        if round_.restricted:
+            assert self.allowed_NW is not None
+            logits_NV = restricted(logits_NV, self.allowed_NW[: len(rows)])
         return logits_NV
 
     def _draw(self, logits_NV: torch.Tensor, rows: Rows, round_: Round, sampling: Sampling) -> None:
@@ -519,7 +552,7 @@ class Engine:
         The first step of a kind runs without one, which compiles its kernels; then it is captured.
         """
         graphs = self._graphs_of(sampling)
-        kind = len(rows), self.parts(rows, round_), round_.record is not None
+        kind = len(rows), self.parts(rows, round_), round_.record is not None, round_.restricted
         if kind in graphs:
             graphs[kind].replay()
             return
@@ -603,6 +636,7 @@ def complete(
     eos_ids: tuple[int, ...],
     cached: CachedRows | None = None,
     routers: Routers | None = None,
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], ...]:
     with _turn:
         engine = engine_of(policy)
@@ -616,19 +650,19 @@ def complete(
             with_cache = engine.complete  # rows of earlier turns may be of another side, so they are read again
             if isinstance(engine, Engine):
                 with_cache = functools.partial(_by_engine, engine)
-            return sides.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
+            return sides.complete(with_cache, policy, prompts, sampling, num_samples, uniforms_BT, eos_ids, matchers)
         if isinstance(engine, Engine):
-            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers)
+            return engine.complete(prompts, sampling, num_samples, uniforms_BT, eos_ids, cached, routers, matchers)
         if routers is not None:
             raise ValueError(
                 f"replay_routing must be False: rollouts of this {type(policy.model).__name__} go through "
                 f"{engine.name}, where the experts chosen are not recorded: {engine.why}"
             )
-        return engine.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids)
+        return engine.complete(policy, prompts, sampling, num_samples, uniforms_BT, eos_ids, matchers=matchers)
 
 
 def _by_engine(
-    engine: Engine, policy: Policy, prompts: list[torch.Tensor], *request: Any
+    engine: Engine, policy: Policy, prompts: list[torch.Tensor], *request: Any, **further: Any
 ) -> tuple[list[torch.Tensor], ...]:
     """Complete with the engine.
 
@@ -637,8 +671,8 @@ def _by_engine(
     """
     assert policy.sides is not None
     if engine.states.by_key and policy.sides.side(len(prompts[0])) != policy.sides.side(1):
-        return plain.complete(policy, prompts, *request)
-    return engine.complete(prompts, *request)
+        return plain.complete(policy, prompts, *request, **further)
+    return engine.complete(prompts, *request, **further)
 
 
 def engine_of(policy: Policy) -> Engine | Fallback:

@@ -1,7 +1,10 @@
-"""JSON mode: replies that match a JSON schema, because only tokens that may follow are drawn.
+"""Grammars: replies that match a JSON schema or are tool calls, because only tokens that may follow are drawn.
 
-llguidance computes the allowed tokens. A row with a grammar draws one token per turn, and the model reads the whole row
-again for it, without a cache. JSON mode is therefore for short replies.
+llguidance computes the tokens that may follow. Every engine takes a `Matcher` for each row that has a grammar, sets the
+logits of all other tokens to −inf before it draws, and advances the matcher. Log-probs are therefore those of the
+distribution over the allowed tokens.
+
+Shapes: N rows of a step, V vocabulary, W words of 32 bits.
 """
 
 import functools
@@ -14,12 +17,9 @@ import torch
 
 from strop._install import missing
 from strop._types import Json, Tokenizer
-from strop.data.batch import TokenBatch, Trajectory
-from strop.models import Policy
-from strop.rollout.sampling import Sampling, draw
 
 BLANKS = r" |\n[ \t]{0,64}|"  # between parts of JSON; limited, since a model could add blanks for ever
-MOST_KEPT = 64  # grammars cached by one server; requests with equal schemas are decoded together
+MOST_KEPT = 64  # grammars cached by one server
 
 
 class Grammars:
@@ -52,42 +52,75 @@ class Grammar:
         if error := llguidance.LLMatcher.validate_grammar(self._rules, self._tokens):
             raise ValueError(f"response_format must have a schema that can be followed: {' '.join(error.split()):.200}")
 
-    def matcher(self) -> Any:
+    def matcher(self) -> "Matcher":
         """Return a new matcher, which follows one reply from its beginning."""
-        return _llguidance().LLMatcher(self._tokens, self._rules)
-
-    def allowed(self, matchers: Sequence[Any]) -> torch.Tensor:
-        """Return [B, V] bool: the tokens that may follow in each reply."""
-        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-
-        bits = allocate_token_bitmask(len(matchers), self.vocab_size)
-        for row, matcher in enumerate(matchers):
-            fill_next_token_bitmask(matcher, bits, row)
-        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        return torch.from_numpy(flags[:, : self.vocab_size].astype(bool))
+        return Matcher(_llguidance().LLMatcher(self._tokens, self._rules), self.vocab_size)
 
 
-def draw_allowed(
-    policy: Policy,
-    prompts: Sequence[torch.Tensor],
-    grammar: Grammar,
-    matchers: Sequence[Any],
-    sampling: Sampling,
-    uniforms_B: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw each row's next token among those its matcher allows, and advance the matchers.
+class Matcher:
+    """Follows one reply in its grammar.
 
-    Returns ids [B, 1], and their log-probs [B, 1] under the distribution over allowed tokens.
+    num_tokens   number of tokens taken
+    ended        True if no token may follow
+    error        why the grammar cannot be followed further, such as a limit of llguidance; "" if it can
     """
-    batch = TokenBatch.of([Trajectory.of(ids_T, ids_T[:1]) for ids_T in prompts], policy.device)
-    logits_BV = policy.logits(batch).float()  # of the token after each row; the loss token is a placeholder
-    allowed_BV = grammar.allowed(matchers).to(logits_BV.device)
-    logits_BV = logits_BV.masked_fill(~allowed_BV, -torch.inf)
-    ids_B, logps_B = draw(logits_BV, uniforms_B.to(logits_BV.device), sampling)
-    for matcher, token in zip(matchers, ids_B.tolist(), strict=True):
-        if not matcher.consume_token(token):
-            raise RuntimeError(f"the grammar does not take a token that it allows: {matcher.get_error()}")
-    return ids_B[:, None].cpu(), logps_B[:, None].cpu()
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self._matcher, self.vocab_size = matcher, vocab_size
+        self.num_tokens, self.error = 0, ""
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.error) or self._matcher.is_stopped()
+
+    def write_allowed(self, bits_NW: np.ndarray, row: int) -> None:
+        """Set the bits of the tokens that may follow, in this row of the array."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, bits_NW, row)
+        if self._matcher.is_error():
+            self._fail()
+            bits_NW[row] = -1
+
+    def take(self, token: int) -> None:
+        """Advance by a token of the reply."""
+        if not self.error and not self._matcher.consume_token(token):
+            self._fail()
+        self.num_tokens += 1
+
+    def _fail(self) -> None:
+        self.error = f"the grammar cannot be followed: {' '.join(self._matcher.get_error().split()):.200}"
+
+
+Matchers = Sequence[Matcher | None]  # one per row; None for a row that may hold any text
+
+
+def allowed_bits(matchers: Matchers) -> torch.Tensor:
+    """Return [N, W] int32, a bit for each token that may follow. Rows without a matcher have all bits set."""
+    vocab_size = next(one.vocab_size for one in matchers if one is not None)
+    bits_NW = np.full((len(matchers), -(-vocab_size // 32)), -1, np.int32)
+    for row, matcher in enumerate(matchers):
+        if matcher is not None:
+            matcher.write_allowed(bits_NW, row)
+    return torch.from_numpy(bits_NW)
+
+
+def restricted(logits_NV: torch.Tensor, bits_NW: torch.Tensor) -> torch.Tensor:
+    """Return the logits with −inf for tokens that may not follow."""
+    bytes_NC = bits_NW.view(torch.uint8)
+    bits_NC8 = bytes_NC[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits_NW.device)
+    return logits_NV.masked_fill((bits_NC8 & 1).flatten(1)[:, : logits_NV.shape[1]] == 0, -torch.inf)
+
+
+def take(matchers: Matchers, tokens: Sequence[int]) -> list[int]:
+    """Advance the matchers by the tokens drawn; return the rows whose replies have ended."""
+    ended = []
+    for row, (matcher, token) in enumerate(zip(matchers, tokens, strict=True)):
+        if matcher is not None:
+            matcher.take(token)
+            if matcher.ended:
+                ended.append(row)
+    return ended
 
 
 def _llguidance() -> Any:

@@ -1,4 +1,7 @@
-"""Rollouts of strop's MoE by its engine's own loop, with a KV cache. A prompt is read once for all its samples."""
+"""Rollouts of strop's MoE by its engine's own loop, with a KV cache. A prompt is read once for all its samples.
+
+Rows with grammars are drawn step by step, since their logits are changed before each draw.
+"""
 
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 from strop.models import Policy, unwrapped
 from strop.moe._inputs import left_padded
 from strop.rollout.cached_rows import CachedRows
+from strop.rollout.grammar import Matcher, Matchers, allowed_bits, restricted, take
 from strop.rollout.sampling import Sampling
 
 
@@ -19,14 +23,22 @@ def complete(
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
     cached: CachedRows | None = None,
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if sampling.min_p:
         raise ValueError(f"min_p must be 0 for strop's MoE, found {sampling.min_p:g}")
     model = unwrapped(policy.model)
     model._check_sharing()  # the engine must read the weights that training wrote
     rows, cache = [prompt.numpy() for prompt in prompts], None
+    if matchers is not None and cached is None:
+        rows, num_samples = [row for row in rows for _ in range(num_samples)], 1
+        cached = CachedRows(now=range(len(rows)))
     if cached is not None:
         rows, cache = _going_on(model.moe.engine, rows, cached, sampling.max_new_tokens)
+    if matchers is not None and cached is not None:
+        found = _by_steps(model.moe.engine, rows, cache, sampling, uniforms_BT.numpy(), eos_ids, list(matchers))
+        cached.rows.update({row: (cache, at) for at, row in enumerate(cached.now)})
+        return [torch.tensor(ids) for ids, _ in found], [torch.tensor(logps, dtype=model.dtype) for _, logps in found]
     made = model.moe.generate(
         rows,
         max_new_tokens=sampling.max_new_tokens,
@@ -44,6 +56,37 @@ def complete(
     tokens = [torch.from_numpy(row.copy()) for row in made.completions]
     logps = torch.from_numpy(made.logps_BT).to(model.dtype)
     return tokens, [row[:length].clone() for row, length in zip(logps, made.lengths_B.tolist(), strict=True)]
+
+
+def _by_steps(
+    engine: Any,
+    rows: list[np.ndarray],
+    cache: Any,
+    sampling: Sampling,
+    uniforms_BT: np.ndarray,
+    eos_ids: tuple[int, ...],
+    matchers: list[Matcher | None],
+) -> list[tuple[list[int], list[float]]]:
+    """Return ids and log-probs of each row. Ended rows are decoded on, without effect, until all have ended."""
+    rule = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    found: list[tuple[list[int], list[float]]] = [([], []) for _ in rows]
+    active = set(range(len(rows)))
+    logits_BV = engine.prefill(*left_padded(rows), cache)
+    for step in range(sampling.max_new_tokens):
+        if any(matchers):
+            logits_BV = restricted(torch.from_numpy(logits_BV), allowed_bits(matchers)).numpy()
+        tokens_B, logps_B = engine.sample(logits_BV, np.ascontiguousarray(uniforms_BT[:, step]), **rule)
+        for at in active:
+            found[at][0].append(int(tokens_B[at]))
+            found[at][1].append(float(logps_B[at]))
+        ended = {at for at in active if found[at][0][-1] in eos_ids} | {*take(matchers, tokens_B.tolist())}
+        matchers = [None if at in ended else matcher for at, matcher in enumerate(matchers)]
+        active -= ended
+        if not active:
+            break
+        if step + 1 < sampling.max_new_tokens:
+            logits_BV = engine.decode(tokens_B, cache)
+    return found
 
 
 def _going_on(

@@ -10,6 +10,7 @@ import torch
 
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
+from strop.rollout.grammar import Matchers, allowed_bits, restricted, take
 from strop.rollout.sampling import Sampling, draw
 
 
@@ -20,6 +21,7 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
     new: list[list[int]] = [[] for _ in rows]
@@ -28,11 +30,15 @@ def complete(
     for step in range(sampling.max_new_tokens):
         sequences = [(rows[i], new[i]) for i in active]
         logits_NV = _last_logits(policy, sequences)
+        some = [None if matchers is None else matchers[i] for i in active]
+        if any(some):
+            logits_NV = restricted(logits_NV, allowed_bits(some).to(logits_NV.device))
         tokens_N, logps_N = draw(logits_NV, uniforms_BT[active, step].to(logits_NV.device), sampling)
         for i, token, logp in zip(active, tokens_N.tolist(), logps_N.cpu(), strict=True):
             new[i].append(token)
             logps[i].append(logp)
-        active = [i for i in active if new[i][-1] not in eos_ids]
+        ended = {active[n] for n in take(some, tokens_N.tolist())}
+        active = [i for i in active if new[i][-1] not in eos_ids and i not in ended]
         if not active:
             break
     return [torch.tensor(row) for row in new], [torch.stack(row) for row in logps]

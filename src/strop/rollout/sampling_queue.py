@@ -27,7 +27,7 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import CACHING, ENGINES, checked_prompts
-from strop.rollout.grammar import Grammar, draw_allowed
+from strop.rollout.grammar import Grammar, Matcher
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece for a streaming caller; maximum of later pieces
@@ -69,7 +69,7 @@ class SamplingRequest:
     @property
     def rule(self) -> Hashable:
         """The sampling rule. Rows of requests with equal rules can be decoded together."""
-        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos, self.grammar
+        return self.model, replace(self.sampling, max_new_tokens=1), self.ignore_eos
 
 
 @dataclass(kw_only=True)
@@ -126,7 +126,7 @@ class QueueRow:
     last_turn: int = 0
 
     @functools.cached_property
-    def matcher(self) -> Any:
+    def matcher(self) -> Matcher | None:
         """The matcher that follows the completion in the request's grammar; None without one."""
         grammar = self.ticket.request.grammar
         return None if grammar is None else grammar.matcher()
@@ -147,8 +147,9 @@ class QueueRow:
 class SamplingQueue:
     """Draws completions for many callers, with the policy's weights as they are at each piece.
 
-    max_batch   maximum number of rows decoded together; None is 64, and 256 on a GPU
-    use_model   returns a context that yields the policy with the model of this name; None uses the policy as it is
+    max_batch    maximum number of rows decoded together; None is 64, and 256 on a GPU
+    use_model    returns a context that yields the policy with the model of this name; None uses the policy as it is
+    own_thread   draw in a thread of the queue; False draws in the thread that calls `take_turn`
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class SamplingQueue:
         policy: Policy,
         max_batch: int | None = None,
         use_model: Callable[[str | None], contextlib.AbstractContextManager[Policy]] | None = None,
+        own_thread: bool = True,
     ):
         self.max_batch = max_batch or (256 if policy.device.type == "cuda" else 64)
         check_count(self.max_batch, "max_batch", 1)
@@ -170,8 +172,9 @@ class SamplingQueue:
         self._num_rows = 0
         self._closed = False
         self.num_drawn = self.num_turns = 0  # tokens and pieces so far, including those of cancelled requests
-        self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True) if own_thread else None
+        if self._thread is not None:
+            self._thread.start()
 
     # ---- for callers, in any thread ----
 
@@ -208,28 +211,46 @@ class SamplingQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the sampling queue is closed")
 
-    # ---- the queue's thread ----
+    # ---- the thread that draws ----
+
+    def take_turn(
+        self, is_awake: Callable[[], bool] = lambda: False, timeout: float | None = None, linger: float = 0.0,
+        expected: int = 0,
+    ) -> bool:  # fmt: skip
+        """Wait for requests, then draw a piece or make a call; return False if there was nothing to do.
+
+        is_awake   ends the waiting when it returns True; `wake` lets it be asked again
+        linger     seconds to wait for each further request, if no row is being drawn, until there are `expected`
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._waiting or self._active or self._calls or is_awake(), timeout
+            )
+            if self._closed or not (self._waiting or self._active or self._calls):
+                return False
+            while not self._active and 0 < len(self._waiting) < expected:
+                if not self._changed.wait(linger):
+                    break
+            self._remove_cancelled()
+            if not self._calls:
+                self._admit()
+            call = self._calls.popleft() if self._calls and not self._active else None
+        if call is not None:
+            self._call(*call)
+        elif self._active:
+            self._draw_piece()
+        return True
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._active or self._calls)
-                if self._closed:
-                    break
-                self._remove_cancelled()
-                if not self._calls:
-                    self._admit()
-                call = self._calls.popleft() if self._calls and not self._active else None
-            if call is not None:
-                self._call(*call)
-            elif self._active:
-                self._take_turn()
+        while self.take_turn():
+            pass
         for ticket in {*self._waiting, *(row.ticket for row in self._active)}:
             _fail(ticket.future, RuntimeError("the sampling queue was closed"))
         for _, future in self._calls:
@@ -271,7 +292,7 @@ class SamplingQueue:
         rules = {row.ticket.request.rule for row in self._active}
         self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
 
-    def _take_turn(self) -> None:
+    def _draw_piece(self) -> None:
         """Draw a piece for the rows whose turn it is: those with the same rule as the row that has waited longest."""
         self.num_turns += 1
         rule = min(self._active, key=lambda row: row.last_turn).ticket.request.rule
@@ -281,13 +302,13 @@ class SamplingQueue:
         try:
             ended = self._draw(rows)
         except Exception as error:  # the engine may raise anything: only these requests have failed
-            tickets = {row.ticket for row in rows}
-            with self._changed:
-                self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
-                self._leave([row for row in self._active if row.ticket in tickets])
-            for ticket in tickets:
-                _fail(ticket.future, error)
+            self._give_up({row.ticket for row in rows}, error)
+            if self._thread is None:  # the caller's thread draws, and hears of it
+                raise
             return
+        for row in ended:
+            if row.completion.reason == "error" and row.matcher is not None:
+                self._give_up({row.ticket}, RuntimeError(row.matcher.error))
         with self._changed:
             self._leave(ended)
         for row in ended:
@@ -295,6 +316,13 @@ class SamplingQueue:
             if not row.ticket.num_left:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
                     row.ticket.future.set_result(row.ticket.completions)
+
+    def _give_up(self, tickets: set[Ticket], error: Exception) -> None:
+        with self._changed:
+            self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
+            self._leave([row for row in self._active if row.ticket in tickets])
+        for ticket in tickets:
+            _fail(ticket.future, error)
 
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
         """Draw a piece for each of these rows, which share one rule; return the rows that ended."""
@@ -316,16 +344,13 @@ class SamplingQueue:
             bits_B = np.array([row.ticket.row_bits_B[row.sample] for row in rows])
             first_B = np.array([len(row.completion.ids) for row in rows])
             keeps = policy.kind in CACHING
-            further = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            further: dict[str, Any] = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            if any(matchers := [row.matcher for row in rows]):
+                further["matchers"] = matchers
             sampling = replace(request.sampling, max_new_tokens=num_tokens)
             uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
-            if request.grammar is not None:
-                matchers = [row.matcher for row in rows]
-                drawn = draw_allowed(policy, prompts, request.grammar, matchers, sampling, uniforms_BT[:, 0])
-                ids_B, logps_B = map(list, drawn)
-            else:
-                ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
-            if request.grammar is None and (not keeps or rows[0].number not in cached.rows):
+            ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
+            if not keeps or rows[0].number not in cached.rows:
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
@@ -343,10 +368,13 @@ class SamplingQueue:
         completion.ids += ids
         completion.logps += logps
         row.piece = min(2 * row.piece, self._longest_piece)
+        if row.matcher is not None and row.matcher.error:
+            completion.reason = "error"
+            return
         if ids[-1] in eos_ids:
             completion.reason = "eos"
         elif (request.ends is not None and request.ends(completion.ids)) or (
-            row.matcher is not None and row.matcher.is_stopped()
+            row.matcher is not None and row.matcher.ended and row.matcher.num_tokens == len(completion.ids)
         ):
             completion.reason = "stop"
         elif row.num_left == 0:

@@ -14,6 +14,7 @@ import torch
 from strop.models import Policy
 from strop.models.trial import Sides
 from strop.rollout import plain
+from strop.rollout.grammar import Matchers
 from strop.rollout.sampling import Sampling
 
 Complete = Callable[..., tuple[list[torch.Tensor], ...]]
@@ -34,6 +35,7 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return completions and log-probs, drawn by `with_cache` and `plain.complete` in parts between boundaries."""
     assert policy.sides is not None
@@ -55,11 +57,13 @@ def complete(
                 uniforms_BT[row, begun : begun + few.max_new_tokens] for row, begun in zip(some, done, strict=True)
             ])  # fmt: skip
             policy.sides.forget()
+            further = {} if matchers is None else {"matchers": [matchers[row] for row in some]}
             found = (with_cache if steps else plain.complete)(
-                policy, [rows[row] for row in some], few, 1, uniforms_MT, eos_ids
+                policy, [rows[row] for row in some], few, 1, uniforms_MT, eos_ids, **further
             )
             for row, new, new_logps in zip(some, found[0], found[1], strict=True):
                 rows[row] = torch.cat([rows[row], new])
                 logps[row].append(new_logps)
         active = [i for i in active if len(rows[i]) < starts[i] + T and int(rows[i][-1]) not in eos_ids]
+        active = [i for i in active if matchers is None or (one := matchers[i]) is None or not one.ended]
     return [row[start:] for row, start in zip(rows, starts, strict=True)], [torch.cat(one) for one in logps]

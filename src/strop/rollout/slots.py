@@ -19,6 +19,7 @@ channels of a convolution.
 
 import functools
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -310,9 +311,19 @@ def slot_cache() -> object:
             return current_pass().states.replace(("recurrent", layer_idx, state_idx), recurrent_states)
 
         def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-            return bool(current_pass().states.by_key)
+            return any(layer_idx in (None, layer) for _, layer, _ in current_pass().states.by_key)
 
         def is_recording_past(self, layer_idx: int) -> bool:
             return False
 
-    return SlotCache(layers=[])
+    class LayersBefore520(list[Any]):
+        """The states of each layer, as transformers before 5.20 looks them up."""
+
+        def __getitem__(self, layer_idx: object) -> Any:
+            found: dict[str, dict[int, torch.Tensor]] = {"conv": {}, "recurrent": {}}
+            for (kind, layer, index), state in current_pass().states.by_key.items():
+                if layer == layer_idx:
+                    found[kind][index] = state
+            return SimpleNamespace(record_past=False, conv_states=found["conv"], recurrent_states=found["recurrent"])
+
+    return SlotCache(layers=LayersBefore520())

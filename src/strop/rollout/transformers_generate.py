@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from strop.models import Policy, base_model, unwrapped
+from strop.rollout.grammar import Matcher, Matchers, allowed_bits, restricted, take
 from strop.rollout.sampling import Sampling, completion_lengths, draw
 
 
@@ -22,6 +23,7 @@ def complete(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -33,7 +35,7 @@ def complete(
         use_cache=True,
         do_sample=False,  # `Draws` leaves one token to choose
     )
-    draws = Draws(sampling, uniforms_BT)
+    draws = Draws(sampling, uniforms_BT, matchers, eos_ids)
     with as_generator(policy):
         output_BT = unwrapped(policy.model).generate(
             input_ids=ids_BT.to(policy.device),
@@ -42,7 +44,8 @@ def complete(
             logits_processor=LogitsProcessorList([draws]),
         )
     new_BT = output_BT[:, ids_BT.shape[1] :]
-    lengths = completion_lengths(new_BT, eos_ids).tolist()
+    lengths_B = completion_lengths(new_BT, eos_ids)
+    lengths = lengths_B.minimum(draws.lengths_B.to(lengths_B.device)).tolist()
     new_BT, logps_BT = new_BT.cpu(), torch.stack(draws.logps, 1).cpu()
     tokens = [row[:length].clone() for row, length in zip(new_BT, lengths, strict=True)]
     return tokens, [row[:length].clone() for row, length in zip(logps_BT, lengths, strict=True)]
@@ -55,6 +58,7 @@ def complete_by_length(
     num_samples: int,
     uniforms_BT: torch.Tensor,
     eos_ids: tuple[int, ...],
+    matchers: Matchers | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Complete prompts of equal length together, without padding, for models that padding changes."""
     by_length: dict[int, list[int]] = {}
@@ -64,7 +68,8 @@ def complete_by_length(
     for indices in by_length.values():
         places = [index * num_samples + sample for index in indices for sample in range(num_samples)]
         some = [prompts[index] for index in indices]
-        found = complete(policy, some, sampling, num_samples, uniforms_BT[places], eos_ids)
+        further = None if matchers is None else [matchers[place] for place in places]
+        found = complete(policy, some, sampling, num_samples, uniforms_BT[places], eos_ids, further)
         rows |= zip(places, zip(*found, strict=True), strict=True)
     tokens, logps = zip(*(rows[place] for place in range(len(rows))), strict=True)
     return list(tokens), list(logps)
@@ -73,17 +78,32 @@ def complete_by_length(
 class Draws:
     """A logits processor that draws each row's token with the row's own random number and masks all other tokens.
 
-    logps   [B] of every step; they have no meaning after a row's EOS
+    logps       [B] of every step; they have no meaning after a row's EOS
+    lengths_B   the step at which a row's grammar ended; a large number if none did
     """
 
-    def __init__(self, sampling: Sampling, uniforms_BT: torch.Tensor):
-        self.sampling, self.uniforms_BT = sampling, uniforms_BT
+    def __init__(
+        self,
+        sampling: Sampling,
+        uniforms_BT: torch.Tensor,
+        matchers: Matchers | None = None,
+        eos_ids: tuple[int, ...] = (),
+    ):
+        self.sampling, self.uniforms_BT, self.eos_ids = sampling, uniforms_BT, eos_ids
         self.logps: list[torch.Tensor] = []
+        self.matchers: list[Matcher | None] = list(matchers or [None] * len(uniforms_BT))
+        self.lengths_B = torch.full((len(uniforms_BT),), 2**62)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if any(self.matchers):
+            scores = restricted(scores, allowed_bits(self.matchers).to(scores.device))
         uniforms_B = self.uniforms_BT[:, len(self.logps)].to(scores.device)
         tokens_B, logps_B = draw(scores, uniforms_B, self.sampling)
         self.logps.append(logps_B)
+        if self.eos_ids:  # rows whose grammar has ended need no further step
+            tokens_B[self.lengths_B.to(scores.device) < len(self.logps)] = self.eos_ids[0]
+        for row in take(self.matchers, tokens_B.tolist()) if any(self.matchers) else ():
+            self.lengths_B[row], self.matchers[row] = len(self.logps), None
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens_B[:, None], 0.0)
 
 
