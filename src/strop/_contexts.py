@@ -1,13 +1,15 @@
 """Contexts around the work of a step: what happens inside leaves torch's settings as they were.
 
-    contained    undoes changes of torch's settings by code of users
-    one_thread   runs torch on one thread
-    Phases       also measures the time of each phase of a step
+    contained        undoes changes of torch's settings by code of users
+    no_silent_exit   makes os._exit(0) an error
+    one_thread       runs torch on one thread
+    Phases           also measures the time of each phase of a step
 
 torch is imported only where it is needed.
 """
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -82,6 +84,33 @@ def contained() -> Iterator[None]:
         raise ExitError(exit_message(error)) from error
     finally:
         before.apply()
+
+
+@contextlib.contextmanager
+def no_silent_exit() -> Iterator[None]:
+    """Make os._exit(0) an error that ends this process with code 1; forked children and other codes stay as they are.
+
+    Without this, a reward function that calls it ends a command as if it had finished. An exit in C cannot be seen.
+    """
+    before, pid = os._exit, os.getpid()
+
+    def end(status: int) -> None:
+        if status == 0 and os.getpid() == pid:
+            frame = traceback.extract_stack(limit=2)[0]
+            place = f"{frame.filename}, line {frame.lineno}"
+            print(
+                f"strop: os._exit(0) was called at {place}: code that strop calls must return",
+                file=sys.stderr,
+                flush=True,
+            )
+            status = 1
+        before(status)
+
+    os._exit = end  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 def exit_message(error: SystemExit) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from strop import _trl
 from strop._types import Array, Json, State, Texts
-from strop.data.batch import TokenBatch, Trajectory, joined, on_device
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device, with_others
 from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
@@ -52,6 +52,8 @@ class OnPolicy(Trainer):
     preference_fn  a function that compares pairs, instead of rewards
     environment    a class of `strop.environments` for several turns; its rewards are added to reward_fn's
     tools          functions the model may call, instead of an environment
+    agent          function(row, client) that talks to the model over HTTP, instead of an environment; see
+                   `strop.environments.recorder`
     """
 
     config: Any
@@ -60,7 +62,7 @@ class OnPolicy(Trainer):
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
-        **arguments: Any,
+        agent: object = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
@@ -71,8 +73,8 @@ class OnPolicy(Trainer):
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         if preference_fn is not None:
             self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
-        self.player = trainers_player(self, environment, tools)
-        self.environments = [one for one in (environment, *_listed(tools)) if one is not None]
+        self.player = trainers_player(self, environment, tools, agent)
+        self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
         if self.player is not None and self.preference is None:
             self.rewards = EnvironmentRewards(self.rewards, self.player)
@@ -332,6 +334,7 @@ class PolicyGradient(OnPolicy):
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t and ref_logps_t on the policy's device. The host does not wait for it."""
+        trajectories = with_others(trajectories)
         with self.phase("score"), self.autocast(), torch.no_grad():
             recomputes, reference = self.recomputes, self.reference
             for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
@@ -366,12 +369,14 @@ class PolicyGradient(OnPolicy):
             here = [(i - batch.first, num_tokens_B[i]) for i in chosen]
             own = [trajectories[i] for i, counts in here if counts and 0 <= i < len(trajectories)]
             self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
+            own = with_others(own)
             parts = self.micro_batches(own, [len(one) for one in own])
             losses = (functools.partial(self.loss_on, part) for part in parts)
             updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(one.num_loss_tokens for one in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        trajectories = with_others(trajectories)
         drawn_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
         drawn = drawn_N.sum(dtype=self.sum_dtype).item()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
@@ -409,9 +414,15 @@ class PolicyGradient(OnPolicy):
                 yield order[start : start + size]
 
     def weigh(self, trajectories: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
-        """Fill `weight`, the share of each token in an update on num_tokens tokens and num_sequences sequences."""
+        """Fill `weight`, the share of each token in an update on num_tokens tokens and num_sequences sequences.
+
+        All sequences of an episode count together as one: each has its share of the tokens.
+        """
         for trajectory in trajectories:
-            trajectory.weight = self.rule.weight(trajectory.num_loss_tokens, num_tokens, num_sequences)
+            parts = (trajectory, *trajectory.others)
+            weight = self.rule.weight(sum(one.num_loss_tokens for one in parts), num_tokens, num_sequences)
+            for one in parts:
+                one.weight = weight
 
     def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight."""

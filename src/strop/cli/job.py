@@ -49,6 +49,7 @@ class JobConfig(Config):
     preference       file.py:function for online-dpo, in place of a reward
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
     tools            file.py:function, which the model may call; may be repeated
+    agent            file.py:function(row, client) for grpo, a program that talks to the model over HTTP
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           continue the run in output
     overwrite        remove the run in output first
@@ -83,6 +84,7 @@ class JobConfig(Config):
     preference: str | None = None
     environment: str | None = None
     tools: str | tuple[str, ...] | None = None
+    agent: str | None = None
     output: str | None = None
     resume: bool = False
     overwrite: bool = False
@@ -170,14 +172,14 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 
 
 def load_task(job: JobConfig) -> object:
-    """Return the task, or an environment that has its own rows; None if there is neither."""
+    """Return the task, or an environment or agent that has its own rows; None if there is none."""
     from strop import tasks
 
     if job.task is not None:
         return tasks.load_task(job.task, **job.task_options)
-    environment = load_environment(job)
-    if hasattr(environment, "rows"):
-        return environment
+    for played in (load_environment(job), load_agent(job)):
+        if hasattr(played, "rows"):
+            return played
     if job.task_options:
         raise ValueError("task_options need a task, found none")
     return None
@@ -201,7 +203,7 @@ def _read(data: Files, job: JobConfig, split: str, limit: int | None, stream: bo
         return read_rows(data, split=split, limit=limit, stream=stream)
 
     rows = shaped(world().from_first(read) if "-" in listed(data) else read(), job)  # all processes share stdin
-    if job.environment is None:  # environments take any columns
+    if job.environment is None and job.agent is None:  # these take any columns
         check_rows(rows, where=name_of(data))
     return rows
 
@@ -318,6 +320,11 @@ def _model_reward(name: str, job: JobConfig) -> Any:
 def load_environment(job: JobConfig) -> Any:
     """Return the environment's class; None if there is none."""
     return None if job.environment is None else load_function(job.environment, "environment")
+
+
+def load_agent(job: JobConfig) -> Any:
+    """Return the agent's function; None if there is none."""
+    return None if job.agent is None else load_function(job.agent, "agent")
 
 
 def load_tools(job: JobConfig) -> list[Callable[..., Any]] | None:

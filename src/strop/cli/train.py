@@ -19,6 +19,7 @@ from strop.cli.job import (
     JobConfig,
     job_part,
     listed,
+    load_agent,
     load_data,
     load_environment,
     load_eval_data,
@@ -52,7 +53,7 @@ ALGORITHMS = {
     "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
 ARGUMENTS = {  # further arguments of algorithms, besides the model
-    "grpo": ("reward", "environment", "tools"),
+    "grpo": ("reward", "environment", "tools", "agent"),
     "ppo": ("reward", "critic"),
     "online-dpo": ("reward", "preference", "environment", "tools"),
 }
@@ -208,7 +209,7 @@ def _output(command: str, job: JobConfig) -> Path:
 def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     """Take one step and evaluate one batch; print their time and memory and estimate the run's. Nothing is written."""
     from strop.data.formats import Prepared
-    from strop.training.run import epoch_order
+    from strop.training.state import epoch_order
 
     trainer, rows, eval_rows = build(command, job, config)
     rows, run = trainer.prepared(rows), config.run
@@ -266,9 +267,9 @@ def changed_options(job: JobConfig) -> Json:
 
 
 def _functions(command: str, job: JobConfig, task: object) -> Json:
-    """Return the trainer's arguments besides the model: functions, environment, tools, critic."""
+    """Return the trainer's arguments besides the model: functions, environment, tools, agent, critic."""
     takes = ARGUMENTS.get(command, ())
-    for name in ("environment", "tools", "critic", "reward", "preference"):
+    for name in ("environment", "tools", "agent", "critic", "reward", "preference"):
         if name not in takes and getattr(job, name) is not None:
             has = "rewards" if name == "preference" and takes else "none"
             raise ValueError(f"{name} must not be given: {command} has {has}")
@@ -277,10 +278,12 @@ def _functions(command: str, job: JobConfig, task: object) -> Json:
     found: Json = {"critic": job.critic}
     if "tools" in takes:
         found = {"environment": load_environment(job), "tools": load_tools(job)}
+    if "agent" in takes:
+        found["agent"] = load_agent(job)
     if job.preference is not None:
         return found | {"preference_fn": load_function(job.preference, "preference")}
     rewards = load_rewards(job, task)
-    if not rewards and found.get("environment") is None:
+    if not rewards and found.get("environment") is None and found.get("agent") is None:
         ways = "--reward file.py:function, a --task that has one, or an --environment"
         raise ValueError(f"{command} needs a reward: {ways}")
     return found | {"reward_fn": (rewards if len(rewards) > 1 else rewards[0]) if rewards else None}
