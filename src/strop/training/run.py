@@ -1,6 +1,5 @@
 """`TrainingRun`: train(), the loop around a trainer's steps, with its callbacks, folder and signals."""
 
-import functools
 import signal
 import sys
 import threading
@@ -252,7 +251,6 @@ def _without_signal(steps: list[dict[str, object]]) -> str:
     return why and f"nothing was learned from rewards: in every step {why}"
 
 
-@functools.lru_cache(maxsize=2)  # a step may ask for its epoch's and the next
 def checked_loggers(given: object) -> list[Any]:
     """Return the loggers as a list, given none, one or several."""
     loggers = _as_list(given)
