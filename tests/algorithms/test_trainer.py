@@ -159,6 +159,16 @@ def test_the_order_stays_that_of_earlier_versions():
     assert list(epoch_order(6, 0, 1, True)) == [2, 0, 1, 5, 3, 4]
 
 
+@pytest.mark.parametrize("num_rows", [1_001, 1_023, 1_024, 1_025, 65_536, 70_001])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_order_of_many_rows_is_that_of_few(num_rows, seed):
+    """Compiled code shuffles as Python does."""
+    order = list(range(num_rows))
+    random.Random(f"{seed}/3").shuffle(order)
+    assert list(epoch_order(num_rows, seed, 3, True)) == order
+    assert list(epoch_order(num_rows, seed, 3, False)) == list(range(num_rows))
+
+
 # ---- phases and metrics ----
 
 

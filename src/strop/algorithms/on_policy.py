@@ -17,7 +17,7 @@ B completions of the whole batch, of which this process may have a part; complet
 import functools
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_c
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
+from strop.sample_metrics import answer_of, interval, sample_metrics
 from strop.training.run import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
@@ -225,21 +226,31 @@ class OnPolicy(Trainer):
             yield range(start, max(start, min(start + size, mine.stop)))
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
-        """Return the rewards of greedy completions, one per prompt."""
-        sampling = Sampling(
-            max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
-        )
+        """Return the rewards of one greedy completion per prompt, or of several sampled ones with `sample_metrics`."""
+        sampling, num_samples = self.config.sampling, self.config.num_eval_samples
+        if num_samples == 1:
+            sampling = Sampling(max_new_tokens=sampling.max_new_tokens, temperature=0.0, stop_ids=sampling.stop_ids)
         trajectories: list[Trajectory] = []
+        answers: list[Hashable] = []
         assert self.rewards is not None
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size * self.num_samples):
                 with self.autocast():
-                    found = self.complete([rows[i] for i in part], sampling, 1, 0)
-                self.rewards(reward_columns(found, self.policy.tokenizer), found).fill(found)
+                    found = self.complete([rows[i] for i in part], sampling, num_samples, 0, part)
+                columns = reward_columns(found, self.policy.tokenizer)
+                self.rewards(columns, found).fill(found)
+                answers += map(answer_of, columns["completions"])
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
-        return batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        if num_samples == 1:
+            return metrics
+        answers, rewards_B = self.of_all(answers), batch.rewards.total_B.double().numpy()
+        for name, values in sample_metrics(rewards_B.reshape(-1, num_samples), answers).items():
+            of = interval(values.tolist())
+            metrics |= {name: of["mean"], f"{name}/low": of["low"], f"{name}/high": of["high"]}
+        return metrics
 
     # ---- checkpoints: rollouts that were begun ----
 

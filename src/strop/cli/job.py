@@ -1,7 +1,9 @@
 """The inputs of a command: model, data or task, rewards. `JobConfig` holds their names; the functions load them."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
@@ -33,7 +35,8 @@ class JobConfig(Config):
     task_options     options of the task, such as digits=3
     data             JSONL, JSON, CSV or Parquet files, a pattern, a folder, - for standard input, or a dataset's name
                      (owner/name, owner/name:config), in place of the task's rows
-    eval_data        held-out rows; without it the task's
+    eval_data        held-out rows, as data; without it the task's. With names, as easy=a.jsonl and hard=b.jsonl, each
+                     set is evaluated by itself, as eval/easy/… and eval/hard/…
     split            which split of a task or dataset is trained on
     eval_split       which split of a task or dataset is held out
     num_rows         use only the first so many rows of data
@@ -205,11 +208,12 @@ def _read(data: Files, job: JobConfig, split: str, limit: int | None, stream: bo
     return rows
 
 
-def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
-    """Return the held-out rows; None if there are none."""
+def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | dict[str, Sequence[Json]] | None:
+    """Return the held-out rows, or those of several named sets; None if there are none."""
     if job.eval_data is not None:  # read it even if no row is used, so that a wrong name is an error
-        rows = _read(job.eval_data, job, job.eval_split, job.num_eval_rows or None)
-        return None if job.num_eval_rows == 0 else rows
+        limit = job.num_eval_rows or None
+        sets = {name: _read(files, job, job.eval_split, limit) for name, files in named_sets(job.eval_data).items()}
+        return None if job.num_eval_rows == 0 else sets.get("", sets)
     if job.num_eval_rows == 0:
         return None
     if task is not None and job.data is None:
@@ -217,6 +221,19 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
     if job.num_eval_rows:
         raise ValueError("num_eval_rows need eval_data or a task's rows to come from, found neither")
     return None
+
+
+def named_sets(given: Files) -> dict[str, Files]:
+    """Return the files of each set of name=file; without names, all of them under the empty name."""
+    pairs = [one.partition("=") for one in listed(given) if re.match(r"[\w-]+=", one) and not Path(one).exists()]
+    if not pairs:
+        return {"": given}
+    if len(pairs) < len(listed(given)):
+        raise ValueError(f"either all or none of the files must have names, as easy=a.jsonl, found {listed(given)}")
+    found: dict[str, tuple[str, ...]] = {}
+    for name, _, file in pairs:
+        found[name] = (*found.get(name, ()), file)
+    return dict(found)
 
 
 def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:

@@ -228,9 +228,10 @@ def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
         f"memory at its peak: {_peak_memory(trainer.policy.device) / 1e9:.2f} GB",
     ]
     if eval_rows is not None:
-        found = trainer.evaluate(Prepared(trainer.prepared(eval_rows, "eval_dataset")[: run.batch_size]))
+        sets = trainer.prepared_sets(eval_rows)
+        found = trainer.evaluate({name: Prepared(rows[: run.batch_size]) for name, rows in sets.items()})
         of_batch = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-        lines.append(f"held out: {len(eval_rows):,} rows; of a batch {of_batch}")
+        lines.append(f"held out: {sum(map(len, sets.values())):,} rows; of a batch {of_batch}")
     if trainer.world.is_first:
         print("\n".join([*lines, "nothing was written"]))
 
@@ -248,7 +249,7 @@ def _peak_memory(device: "torch.device") -> float:
 
 def build(
     command: str, job: JobConfig, config: TrainerConfig
-) -> tuple["Trainer", Sequence[object], Sequence[object] | None]:
+) -> tuple["Trainer", Sequence[object], Sequence[object] | dict[str, Sequence[Json]] | None]:
     """Return the trainer, its rows, and the held-out rows."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
@@ -298,7 +299,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[object] | None) -> list["Callback"]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: object) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:

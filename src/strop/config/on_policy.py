@@ -23,11 +23,14 @@ class RewardOptions(TrainerConfig):
     reward_weights    one weight for each of several reward functions; None is 1 for each
     reward_timeout    seconds for one call of a reward function or of preference_fn; None waits forever
     find_failing      call a function that raised again, one completion or pair at a time, to name the one that fails
+    num_eval_samples  completions of each held-out prompt: 1 is greedy; several are drawn as in training, and mean@k,
+                      pass@k (rewards of 0 and 1) and maj@k are logged, each with its 95 % interval
     """
 
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float | None = number(None, 0, open_low=True)
     find_failing: bool = False
+    num_eval_samples: int = count(1, low=1)
     sampling: Sampling = field(default_factory=Sampling)
     server: ServerConfig = field(default_factory=ServerConfig)
 
