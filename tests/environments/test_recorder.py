@@ -644,3 +644,70 @@ def test_the_endpoint_stops_with_its_recorder():
     gc.collect()
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(f"{url}/health", timeout=20)
+
+
+# ---- runs ----
+
+
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
+    """Two steps, and one step with a checkpoint and another one; agents run in threads, in whatever order."""
+
+    def trainer():
+        return GRPO(
+            model=chat_moe(), tokenizer=chat_tokenizer(), agent=chatting, group_size=4, kl_coef=0.0, max_new_tokens=12,
+            learning_rate=1e-2, batch_size=2, seed=5,
+        )  # fmt: skip
+
+    whole, first = trainer(), trainer()
+    whole.train(ROWS, num_steps=3)
+    first.train(ROWS, num_steps=2)
+    first.save(tmp_path / "grpo.pt")
+    second = GRPO.from_checkpoint(tmp_path / "grpo.pt", tokenizer=chat_tokenizer(), agent=chatting)
+    second.train(ROWS, num_steps=3)
+    assert weights_of(second).equal(weights_of(whole))
+    assert not weights_of(second).equal(weights_of(first))
+
+
+def test_a_rollout_server_samples_for_agents(tmp_path):
+    """The same conversations by another process's weights: recorded ids are those of the server."""
+    from strop.rollout.openai_server import OpenAIServer
+    from strop.rollout.served_model import ServedModel
+
+    policy = as_policy(chat_model(), chat_tokenizer())
+    served = ServedModel(policy, "policy", sync_folder=tmp_path)
+    server = OpenAIServer(served, allow_sync=True).start()
+    try:
+        trainer = GRPO(
+            model=chat_model(), tokenizer=chat_tokenizer(), agent=chatting, group_size=4, kl_coef=0.0, max_new_tokens=12,
+            learning_rate=1e-2, rollout_server=server.url, sync_folder=str(tmp_path),
+        )  # fmt: skip
+        for _ in range(2):
+            metrics = trainer.train_step(ROWS)
+            assert metrics["agent/calls"] > 1
+            assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+            assert metrics["mismatch_kl"] < 1e-6
+    finally:
+        server.stop()
+        served.close()
+
+
+def test_the_endpoint_takes_the_openai_package():
+    openai = pytest.importorskip("openai")
+
+    async def agent(row, client):
+        messages, total = Chatty().reset(row), 0.0
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as model:
+            for turn in range(2):
+                made = await model.chat.completions.create(
+                    model="gpt-4o", messages=messages, max_completion_tokens=12, logprobs=True, top_logprobs=2
+                )
+                message = made.choices[0].message
+                total += len(made.choices[0].logprobs.content)
+                messages = [*messages, message.model_dump(), {"role": "user", "content": str(turn)}]
+            stream = await model.chat.completions.create(model="gpt-4o", messages=messages, stream=True)
+            async for piece in stream:
+                total += len(piece.choices[0].delta.content or "")
+        return total
+
+    for one in record(agent, chat_moe(), rows=ROWS[:1]):
+        assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)

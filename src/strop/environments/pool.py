@@ -88,7 +88,8 @@ class Pool:
                     self._num_threads -= 1
                     return
             start = time.perf_counter()
-            value, error = None, None
+            value: object = None
+            error: BaseException | None = None
             try:
                 value = self._call(function, arguments)
             except OutOfTime:
