@@ -151,7 +151,7 @@ SANITIZED_PYTEST = OPENBLAS_NUM_THREADS=1 $(SANITIZED)/bin/python -m pytest -p n
 sanitize: $(INSTALLED)
 	$(call build_sanitized,address)
 	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py tests/moe/test_moe_logps.py
+	$(SANITIZED_PYTEST) tests/primitives tests/moe/test_moe_native.py tests/moe/test_moe_logps.py tests/data/test_plain_rows.py
 
 # The pool, and calls from several threads at once: bits do not change with the threads, models are shared between them.
 sanitize-threads: $(INSTALLED)

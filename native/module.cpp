@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "moe_boundary.h"
 #include "primitives_boundary.h"
+#include "rows.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -20,4 +21,5 @@ NB_MODULE(_native, m) {
     m.def("set_num_threads", &strop::set_num_threads, nb::arg("count"));
     strop::define_primitives(m);
     strop::define_moe(m);
+    strop::define_rows(m);
 }

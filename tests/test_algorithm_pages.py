@@ -1,8 +1,10 @@
 """The pages of the algorithms say what the code has: every option with its default, every metric, every command's flags."""
 
 import inspect
+import json
 import re
 import shlex
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -123,7 +125,13 @@ def step_of_reward_model():
 
 
 def step_of_grpo():
-    options = {"resample_rounds": 1, "importance_cap": 2.0, "entropy_coef": 0.1, "replay_routing": True}
+    options = {
+        "resample_rounds": 1,
+        "fill_batch": True,
+        "importance_cap": 2.0,
+        "entropy_coef": 0.1,
+        "replay_routing": True,
+    }
     grpo = GRPO(model=mixtral(), reward_fn=count, max_new_tokens=4, **options)
     return grpo.train_step([[2, 3], [4, 5]])
 
@@ -142,9 +150,11 @@ def step_of_online_dpo():
     return OnlineDPO(model=small_model(), reward_fn=count, max_new_tokens=4).train_step([[i, 3] for i in range(2, 10)])
 
 
-def documented_metrics(page):
-    (table,) = tables((PAGES / page).read_text(encoding="utf-8"), "metric", "meaning")
-    return {name.replace("<function>", "count") for row in table for name in code(row[0])}
+def documented_metrics(page, having=""):
+    """The metrics in a page's table, or in the one of its tables that has this metric."""
+    found = tables((PAGES / page).read_text(encoding="utf-8"), "metric", "meaning")
+    (names,) = ({name for row in table for name in code(row[0])} for table in found if f"`{having}" in str(table))
+    return {name.replace("<function>", "count") for name in names}
 
 
 @pytest.mark.parametrize("step", [made for name, made in globals().items() if name.startswith("step_of_")])
@@ -155,15 +165,27 @@ def test_metric_tables_are_what_a_step_returns(step):
     assert set(step()) == own | common
 
 
-def test_metrics_of_environments_are_what_a_step_has_besides():
-    class Partner(Environment):
-        def step(self, reply):
-            return Turn([3], reward=1.0, info={"name": 1.0})
+class Partner(Environment):
+    def step(self, reply):
+        return Turn([3], reward=1.0, info={"name": 1.0})
 
-    grpo = GRPO(model=small_model(), environment=Partner, max_new_tokens=4, resample_rounds=1, importance_cap=2.0)
+
+def partner_agent(row, client):
+    body = json.dumps({"prompt": row["prompt"]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {client.api_key}"}
+    urllib.request.urlopen(urllib.request.Request(f"{client.base_url}/completions", body, headers)).close()
+    return {"name": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("how", "having"), [({"environment": Partner}, "turns/mean"), ({"agent": partner_agent}, "agent/calls")],
+    ids=["environment", "agent"],
+)  # fmt: skip
+def test_metrics_of_environments_are_what_a_step_has_besides(how, having):
+    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, fill_batch=True, **how)
     found = set(grpo.train_step([{"prompt": [2, 3]}])) - {"reward/count"}
     common = documented_metrics("common.md") - {"memory"}
-    own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md")}
+    own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md", having)}
     not_here = {"reward/count", "routing/changed_fraction"}  # routing is replayed of one turn only
     assert found == own | (documented_metrics("grpo.md") - not_here) | common
 

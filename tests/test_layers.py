@@ -17,7 +17,7 @@ SOURCE = Path(strop.__file__).parent
 HOUSE = [
     ["_types"],
     ["_checks"],
-    ["_contained", "_native", "_hub", "_install", "_trl", "checksums", "process_failures"],
+    ["_contained", "_native", "_hub", "_install", "_trl", "checksums", "process_failures", "sample_metrics"],
     ["_compiled", "user_code"],
     ["_tensors", "config", "distributed"],
     ["primitives"],

@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.rewards import PreferenceFunction, RewardError, RewardFunctions
+from strop.rewards import PreferenceFunction, RewardError, RewardFunctions, described
 
 ROWS = {
     "completions": ["aa", "b", ""],
@@ -405,3 +408,45 @@ def test_bad_preferences(returned, message):
 def test_a_preference_exception_names_the_pair():
     with pytest.raises(RewardError, match=r"lambda raised ZeroDivisionError.*\(pair 1, prompt 'q'\)"):
         PreferenceFunction(lambda pairs: [0 // len(a) for a, _ in pairs], find_failing=True)(PAIRS, PROMPTS)
+
+
+# ---- code without a file ----
+
+
+def of_notebook(text, name="reward"):
+    """Return a function of a program that is in no file, as a cell of a notebook."""
+    exec(text, names := {"__name__": "notebook"})
+    return names[name]
+
+
+SCORED = """
+def score(c): return {0} * len(c) if c in {{'a', 'b', 'c'}} else 0.0
+def reward(completions): return [score(c) for c in completions]
+class Judge:
+    def __call__(self, completions): return reward(completions)
+judge = Judge()
+"""
+
+
+@pytest.mark.parametrize("name", ["reward", "judge"])
+def test_a_function_without_a_file_has_a_hash_of_its_code_and_of_what_it_calls(name):
+    first, same, other = (described(of_notebook(SCORED.format(n), name)) for n in (1.0, 1.0, 2.0))
+    assert first.keys() == {"name", "sha256"}
+    assert first == same
+    assert first["sha256"] != other["sha256"]
+
+
+def test_the_hash_of_code_is_the_same_in_every_process():
+    show = f"from strop.rewards import described\n{SCORED.format(1.0)}\nprint(described(reward)['sha256'])"
+    found = set()
+    for seed in ("1", "2", "3"):  # of Python's hashes, by which sets are ordered
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True).stdout)
+    assert len(found) == 1
+    assert len(found.pop().strip()) == 64
+
+
+def test_functions_that_call_each_other_have_a_hash():
+    text = "def a(x): return b(x)\ndef b(x): return a(x)\ndef reward(completions): return a(completions)"
+    assert len(described(of_notebook(text))["sha256"]) == 64
+    assert described(len) == {"name": "len"}

@@ -1,4 +1,4 @@
-"""A context for user code, which keeps it from changing torch's settings or ending the program.
+"""Contexts for user code, which keep it from changing torch's settings or ending the program in silence.
 
     with contained():
         values = reward_fn(completions)
@@ -7,6 +7,7 @@ torch is used only if it is imported already.
 """
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -77,6 +78,33 @@ def contained() -> Iterator[None]:
         raise ExitError(exit_message(error)) from error
     finally:
         before.apply()
+
+
+@contextlib.contextmanager
+def no_silent_exit() -> Iterator[None]:
+    """Make os._exit(0) an error that ends this process with code 1; forked children and other codes stay as they are.
+
+    Without this, a reward function that calls it ends a command as if it had finished. An exit in C cannot be seen.
+    """
+    before, pid = os._exit, os.getpid()
+
+    def end(status: int) -> None:
+        if status == 0 and os.getpid() == pid:
+            frame = traceback.extract_stack(limit=2)[0]
+            place = f"{frame.filename}, line {frame.lineno}"
+            print(
+                f"strop: os._exit(0) was called at {place}: code that strop calls must return",
+                file=sys.stderr,
+                flush=True,
+            )
+            status = 1
+        before(status)
+
+    os._exit = end  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 def exit_message(error: SystemExit) -> str:

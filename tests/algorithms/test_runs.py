@@ -266,6 +266,17 @@ def test_resume_refuses_another_reward_file_and_remembers_the_first(tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["earlier_sources"] == about["earlier_sources"]
 
 
+def test_resume_refuses_another_reward_of_a_notebook(tmp_path):
+    def of_cell(factor):
+        exec(f"def reward(completion_ids): return [{factor} * float(ids.sum()) for ids in completion_ids]", names := {})
+        return names["reward"]
+
+    grpo(of_cell(1.0), save_every=1).train(PROMPTS, num_steps=1, output_dir=tmp_path)
+    with pytest.raises(ValueError, match="was begun with another function reward"):
+        grpo(of_cell(2.0)).train(PROMPTS, num_steps=2, output_dir=tmp_path, resume=True)
+    grpo(of_cell(1.0)).train(PROMPTS, num_steps=2, output_dir=tmp_path, resume=True)
+
+
 def test_resume_refuses_other_rows_of_the_same_number(tmp_path):
     sft(save_every=1).train(ROWS, num_steps=1, output_dir=tmp_path)
     others = [*ROWS[:5], {"prompt": [2, 3], "completion": [9, 1]}, *ROWS[6:]]

@@ -19,7 +19,8 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.config import OptimConfig
 from strop.training import trainer as trainer_module
-from strop.training.run import Phases, epoch_order
+from strop.training.run import Phases
+from strop.training.state import epoch_order
 from strop.training.trainer import Trainer, learning_rate_at
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(7)]
@@ -157,6 +158,16 @@ def test_the_order_stays_that_of_earlier_versions():
     """Else a run that was begun with one version could not be resumed with the next."""
     assert list(epoch_order(6, 0, 0, True)) == [0, 5, 1, 4, 3, 2]
     assert list(epoch_order(6, 0, 1, True)) == [2, 0, 1, 5, 3, 4]
+
+
+@pytest.mark.parametrize("num_rows", [1_001, 1_023, 1_024, 1_025, 65_536, 70_001])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_order_of_many_rows_is_that_of_few(num_rows, seed):
+    """Compiled code shuffles as Python does."""
+    order = list(range(num_rows))
+    random.Random(f"{seed}/3").shuffle(order)
+    assert list(epoch_order(num_rows, seed, 3, True)) == order
+    assert list(epoch_order(num_rows, seed, 3, False)) == list(range(num_rows))
 
 
 # ---- phases and metrics ----

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import types
 import warnings
@@ -19,6 +20,7 @@ from strop.cli.options import described, options_of, parse_settings, parse_value
 from strop.cli.train import ALGORITHMS, algorithm_class, gather
 from strop.config import OptimConfig
 from strop.distributed import World
+from strop.report.runs import load_run
 from strop.tasks import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -675,6 +677,22 @@ def test_a_reward_that_ends_the_program_is_one_line_and_no_success(place, strop,
     assert "mine.py, line 2" in err
     assert "exit" in err.lower()
     assert not Path("run", "final").exists()
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 1), (3, 3)])
+def test_a_reward_that_ends_the_process_is_no_success(status, code):
+    """os._exit leaves no chance to any cleanup; the report says that the run is not finished."""
+    Path("mine.py").write_text(
+        "import os\nsteps = []\ndef reward(completions):\n    steps.append(1)\n    if len(steps) == 3:\n"
+        f"        os._exit({status})\n    return [float(len(c)) for c in completions]\n"
+    )
+    command = ["train", "grpo", *TINY, *GENERATING, "--reward", "mine.py:reward", "--num-steps", 4, "--output", "run"]
+    done = subprocess.run([sys.executable, "-m", "strop", *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert ("os._exit(0) was called at" in done.stderr and "mine.py, line 6" in done.stderr) == (status == 0)
+    assert not Path("run", "final").exists()
+    assert load_run("run").notes == ["it is not finished: step 1 of 4 is the last one logged"]
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(strop):

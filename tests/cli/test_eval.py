@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from strop.cli.eval import summary
+from strop.sample_metrics import interval
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_intervals_by_hand():
     """Wilson's interval of 8 in 10: 0.490 to 0.943 (Brown, Cai, DasGupta 2001)."""
-    found = summary([1.0] * 8 + [0.0] * 2)
+    found = interval([1.0] * 8 + [0.0] * 2)
     assert (found["mean"], found["interval"]) == (0.8, "wilson")
     assert (found["low"], found["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert summary([0.0] * 10)["low"] == pytest.approx(0, abs=1e-12)
-    assert summary([0.0] * 10)["high"] == pytest.approx(0.2775, abs=1e-4)
-    found = summary([float(i) for i in range(100)])
+    assert interval([0.0] * 10)["low"] == pytest.approx(0, abs=1e-12)
+    assert interval([0.0] * 10)["high"] == pytest.approx(0.2775, abs=1e-4)
+    found = interval([float(i) for i in range(100)])
     assert found["interval"] == "bootstrap"
     half = 1.96 * 28.87 / 10
     assert (found["low"], found["high"]) == pytest.approx((49.5 - half, 49.5 + half), abs=0.5)
@@ -67,7 +67,7 @@ def test_task_with_few_problems_is_evaluated_on_all_of_them(strop):
 def test_ends_of_an_interval_are_probabilities():
     """Of 66 wrong ones Wilson's lower end is -7e-18 in floating point, which printed as -0.0%."""
     for n in range(1, 400):
-        wrong, right = summary([0.0] * n), summary([1.0] * n)
+        wrong, right = interval([0.0] * n), interval([1.0] * n)
         assert 0 <= wrong["low"] < 1e-15
         assert 1 - 1e-15 < right["high"] <= 1
         assert f"{wrong['low']:.1%}" == "0.0%"

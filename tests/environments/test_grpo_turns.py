@@ -387,7 +387,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"environment": None}, "GRPO needs a reward_fn or an environment"),
+        ({"environment": None}, "GRPO needs a reward_fn, an environment or an agent"),
         ({"tools": [double], "reward_fn": len}, "give environment or tools, found both"),
         ({"max_turns": 0}, "max_turns must be at least 1, found 0"),
         ({"turn_discount": 1.5}, "turn_discount must be"),
@@ -445,7 +445,7 @@ def test_online_dpo_with_a_preference_over_conversations():
 def test_options_without_effect_are_told():
     from strop import OnlineDPO
 
-    with pytest.warns(UserWarning, match="max_turns, credit have no effect without an environment or tools"):
+    with pytest.warns(UserWarning, match="max_turns, credit have no effect without an environment, tools or an agent"):
         GRPO(model=moe(), reward_fn=len, max_turns=3, credit="turn")
     with pytest.warns(UserWarning, match="credit has no effect: a pair is of whole trajectories"):
         OnlineDPO(model=moe(), environment=OfIds, credit="turn")

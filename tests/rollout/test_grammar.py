@@ -345,10 +345,10 @@ def test_a_forced_call_is_what_the_template_writes(caller):
     reply = tokenizer.decode(one.ids)
     calls = [{"type": "function", "function": vars(call)} for call in served.parse_calls(reply)]
     options = {"tools": TOOLS, "tokenize": False}
-    prompt = tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, **options)
+    prompt = tokenizer.apply_chat_template(asked.given[0], add_generation_prompt=True, **options)
     assert served.decode(asked.prompts[0], special_tokens=True) == prompt
     said = {"role": "assistant", "content": "", "tool_calls": calls}
-    whole = tokenizer.apply_chat_template([*asked.messages, said], **options)
+    whole = tokenizer.apply_chat_template([*asked.given[0], said], **options)
     reply = reply.removesuffix(tokenizer.eos_token)
     assert re.sub(r"\s", "", whole).startswith(re.sub(r"\s", "", prompt + reply))
     added = [token for token in one.ids if token in tokenizer.added_tokens_decoder]

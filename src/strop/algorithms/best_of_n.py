@@ -103,6 +103,8 @@ class BestOfN:
         self.completion_ids: list[torch.Tensor] = []
         """Of the chosen, the EOS included."""
         self.conversations: list[list[Json]] = []
+        self.all_completions: list[Any] = []
+        """Of all samples, as reward functions see them."""
 
     def generate(
         self, prompts: Texts | Row, *, prompt_mask: Array | None = None, **columns: Any
@@ -129,6 +131,7 @@ class BestOfN:
                 trajectory.row, trajectory.shown = batch[i // self.n].row, batch[i // self.n].shown
         given = reward_columns(trajectories, self.policy.tokenizer)
         scored = self.score(given, trajectories)
+        self.all_completions = given["completions"]
         self.all_rewards, self.columns = scored.total_B.view(-1, self.n), scored.columns
         self.rewards, best_B = self.all_rewards.max(1)
         chosen = [row * self.n + index for row, index in enumerate(best_B.tolist())]

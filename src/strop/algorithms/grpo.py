@@ -34,16 +34,20 @@ class GRPO(PolicyGradient):
     reward_fn     a function or several; see `strop.rewards`
     environment   a class of `strop.environments` for several turns; its rewards are added to reward_fn's
     tools         functions the model may call, instead of an environment
+    agent         function(row, client) that talks to the model over HTTP; see `strop.environments.recorder`
     """
 
     Config = GRPOConfig
     config: GRPOConfig
 
-    def __init__(self, *, reward_fn: object = None, environment: object = None, tools: object = None, **arguments: Any):
-        check_rewarded("GRPO", arguments, "a reward_fn or an environment", reward_fn, environment)
-        super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, **arguments)
+    def __init__(
+        self, *, reward_fn: object = None, environment: object = None, tools: object = None, agent: object = None,
+        **arguments: Any,
+    ):  # fmt: skip
+        check_rewarded("GRPO", arguments, "a reward_fn, an environment or an agent", reward_fn, environment, agent)
+        super().__init__(reward_fn=reward_fn, environment=environment, tools=tools, agent=agent, **arguments)
         if self.player is not None and self.config.replay_routing:
-            raise ValueError("replay_routing must be False with an environment or tools, found True")
+            raise ValueError("replay_routing must be False with an environment, tools or an agent, found True")
         by_turn = self.player is not None and self.config.turns.credit == "turn"
         if by_turn and self.config.advantage_scale == "batch" and self.world.size > 1:
             raise ValueError('advantage_scale must be "group" or "none" with credit="turn" in several processes')
@@ -57,21 +61,40 @@ class GRPO(PolicyGradient):
     def resample(
         self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
     ) -> Metrics:
-        """Replace groups whose rewards are all equal, up to resample_rounds times; return their share before that."""
-        size = self.config.group_size
-        if not self.config.resample_rounds:
+        """Replace groups whose rewards are all equal; return their share before that.
+
+        Their prompts are sampled again up to resample_rounds times. Then, with fill_batch, further prompts take their places.
+        """
+        config, size = self.config, self.config.group_size
+        fill_rounds = config.fill_rounds if config.fill_batch else 0
+        if not config.resample_rounds + fill_rounds:
             return {}
         self.reward(trajectories)
-        metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
-        for attempt in range(1, self.config.resample_rounds + 1):
+        metrics: Metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
+        prompts, num_further = list(prompts), 0
+        for attempt in range(1, config.resample_rounds + fill_rounds + 1):
             again = without_signal(trajectories, size).nonzero().flatten().tolist()
-            if not self.of_all(again):  # all processes continue while one has to: they may share a server
+            everywhere = self.of_all([addresses[i] for i in again])
+            if not everywhere:  # all processes continue while one has to: they may share a server
                 break
+            if attempt > config.resample_rounds:
+                further = dict(zip(everywhere, self.further_prompts(len(everywhere)), strict=False))
+                again = [i for i in again if addresses[i] in further]
+                num_further += len(further)
+                for i in again:
+                    prompts[i] = further[addresses[i]]
             new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
             self.reward(new)
             for number, group in enumerate(again):
                 trajectories[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
-        return metrics
+        return metrics | ({"reward/further_prompts": float(num_further)} if fill_rounds else {})
+
+    def further_prompts(self, num_prompts: int) -> list[Trajectory]:
+        """Return the next prompts of the dataset, the same in every process; [] outside train()."""
+        found: list[Trajectory] = []
+        while len(found) < num_prompts and (more := self.run.take(self.config.run, num_prompts - len(found))):
+            found += more if isinstance(more[0], Trajectory) else self.prepare(more, "rows")
+        return found
 
     def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t; with importance_cap also importance_t."""
@@ -94,12 +117,14 @@ class GRPO(PolicyGradient):
             advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
             own_B = advantages_B[batch.first : batch.first + len(trajectories)]
             advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        for trajectory, advantages_t in zip(trajectories, advantages_N.split(lengths), strict=True):
-            trajectory.advantages_t = advantages_t
+        sequences = [one for first in trajectories for one in (first, *first.others)]
+        lengths = [one.rollout_logps_t.size(0) for one in sequences if one.rollout_logps_t is not None]
+        for sequence, advantages_t in zip(sequences, advantages_N.split(lengths), strict=True):
+            sequence.advantages_t = advantages_t
         if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             routers.counts.clear()  # drop the counts of other forwards than the updates'
         if config.importance_cap is not None:
-            self._weigh_by_importance(trajectories, lengths, config.importance_cap)
+            self._weigh_by_importance(sequences, lengths, config.importance_cap)
 
     def _weigh_by_importance(
         self, trajectories: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]

@@ -17,14 +17,14 @@ B completions of the whole batch, of which this process may have a part; complet
 import functools
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from strop import _trl
 from strop._types import Array, Json, State, Texts
-from strop.data.batch import TokenBatch, Trajectory, joined, on_device
+from strop.data.batch import TokenBatch, Trajectory, joined, on_device, with_others
 from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
@@ -33,6 +33,7 @@ from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_c
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
+from strop.sample_metrics import answer_of, interval, sample_metrics
 from strop.training.run import Largest, Mean, Metrics
 from strop.training.trainer import Trainer, Update
 
@@ -52,6 +53,8 @@ class OnPolicy(Trainer):
     preference_fn  a function that compares pairs, instead of rewards
     environment    a class of `strop.environments` for several turns; its rewards are added to reward_fn's
     tools          functions the model may call, instead of an environment
+    agent          function(row, client) that talks to the model over HTTP, instead of an environment; see
+                   `strop.environments.recorder`
     """
 
     config: Any
@@ -60,7 +63,7 @@ class OnPolicy(Trainer):
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
-        **arguments: Any,
+        agent: object = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
@@ -71,8 +74,8 @@ class OnPolicy(Trainer):
             self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
         if preference_fn is not None:
             self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
-        self.player = trainers_player(self, environment, tools)
-        self.environments = [one for one in (environment, *_listed(tools)) if one is not None]
+        self.player = trainers_player(self, environment, tools, agent)
+        self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
         if self.player is not None and self.preference is None:
             self.rewards = EnvironmentRewards(self.rewards, self.player)
@@ -223,21 +226,31 @@ class OnPolicy(Trainer):
             yield range(start, max(start, min(start + size, mine.stop)))
 
     def evaluate_on(self, rows: list[Any]) -> Metrics:
-        """Return the rewards of greedy completions, one per prompt."""
-        sampling = Sampling(
-            max_new_tokens=self.config.sampling.max_new_tokens, temperature=0.0, stop_ids=self.config.sampling.stop_ids
-        )
+        """Return the rewards of one greedy completion per prompt, or of several sampled ones with `sample_metrics`."""
+        sampling, num_samples = self.config.sampling, self.config.num_eval_samples
+        if num_samples == 1:
+            sampling = Sampling(max_new_tokens=sampling.max_new_tokens, temperature=0.0, stop_ids=sampling.stop_ids)
         trajectories: list[Trajectory] = []
+        answers: list[Hashable] = []
         assert self.rewards is not None
         with self.sampler.ready():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size * self.num_samples):
                 with self.autocast():
-                    found = self.complete([rows[i] for i in part], sampling, 1, 0)
-                self.rewards(reward_columns(found, self.policy.tokenizer), found).fill(found)
+                    found = self.complete([rows[i] for i in part], sampling, num_samples, 0, part)
+                columns = reward_columns(found, self.policy.tokenizer)
+                self.rewards(columns, found).fill(found)
+                answers += map(answer_of, columns["completions"])
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
-        return batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        if num_samples == 1:
+            return metrics
+        answers, rewards_B = self.of_all(answers), batch.rewards.total_B.double().numpy()
+        for name, values in sample_metrics(rewards_B.reshape(-1, num_samples), answers).items():
+            of = interval(values.tolist())
+            metrics |= {name: of["mean"], f"{name}/low": of["low"], f"{name}/high": of["high"]}
+        return metrics
 
     # ---- checkpoints: rollouts that were begun ----
 
@@ -318,6 +331,7 @@ class PolicyGradient(OnPolicy):
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t and ref_logps_t on the policy's device. The host does not wait for it."""
+        trajectories = with_others(trajectories)
         with self.phase("score"), self.autocast(), torch.no_grad():
             recomputes, reference = self.recomputes, self.reference
             for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
@@ -352,12 +366,14 @@ class PolicyGradient(OnPolicy):
             here = [(i - batch.first, num_tokens_B[i]) for i in chosen]
             own = [trajectories[i] for i, counts in here if counts and 0 <= i < len(trajectories)]
             self.weigh(own, sum(num_tokens_B[i] for i in chosen), len(chosen))
+            own = with_others(own)
             parts = self.micro_batches(own, [len(one) for one in own])
             losses = (functools.partial(self.loss_on, part) for part in parts)
             updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(one.num_loss_tokens for one in part), first=len(updates) == 1)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        trajectories = with_others(trajectories)
         drawn_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
         drawn = drawn_N.sum(dtype=self.sum_dtype).item()
         metrics |= meter.metrics() | {"entropy_estimate": Mean(-drawn, len(drawn_N))}
@@ -395,9 +411,15 @@ class PolicyGradient(OnPolicy):
                 yield order[start : start + size]
 
     def weigh(self, trajectories: Sequence[Trajectory], num_tokens: int, num_sequences: int) -> None:
-        """Fill `weight`, the share of each token in an update on num_tokens tokens and num_sequences sequences."""
+        """Fill `weight`, the share of each token in an update on num_tokens tokens and num_sequences sequences.
+
+        All sequences of an episode count together as one: each has its share of the tokens.
+        """
         for trajectory in trajectories:
-            trajectory.weight = self.rule.weight(trajectory.num_loss_tokens, num_tokens, num_sequences)
+            parts = (trajectory, *trajectory.others)
+            weight = self.rule.weight(sum(one.num_loss_tokens for one in parts), num_tokens, num_sequences)
+            for one in parts:
+                one.weight = weight
 
     def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight."""

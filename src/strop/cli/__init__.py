@@ -13,7 +13,7 @@ import typer
 import strop
 from strop import _trl, process_failures
 from strop._checks import printable
-from strop._contained import ExitError, exit_message
+from strop._contained import ExitError, exit_message, no_silent_exit
 from strop.cli import bench, data, demo, doctor, eval, export, generate, init, report, serve, train
 
 app = typer.Typer(
@@ -119,7 +119,8 @@ def main() -> None:
 def _called(arguments: list[str]) -> int | None:
     """Return the command's exit code. If user code calls exit, raise an ExitError instead of ending silently."""
     try:
-        return app(args=arguments, prog_name="strop", standalone_mode=False)
+        with no_silent_exit():
+            return app(args=arguments, prog_name="strop", standalone_mode=False)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # the reader of our output, such as head, has left
             return 1

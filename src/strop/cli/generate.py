@@ -84,12 +84,17 @@ def make_job(given: Json, settings: Sequence[str] | None, **options: object) -> 
 
 
 def make_sampler(
-    job: JobConfig, task: Any, rows: list[Json], *, max_new_tokens: int | None, max_turns: int, **options: Any
-) -> "BestOfN":
-    """Return a `BestOfN` of the job's model, with its environment or tools. `options` are further options of BestOfN."""
+    job: JobConfig, task: Any, rows: list[Json], *, max_new_tokens: int | None, max_turns: int, loaded: Any = None,
+    **options: Any,
+) -> "BestOfN":  # fmt: skip
+    """Return a `BestOfN` of the job's model, with its environment or tools.
+
+    loaded    the model and its tokenizer, if they are loaded already
+    options   further options of BestOfN
+    """
     playing = {"environment": load_environment(job), "tools": load_tools(job)}
     turns = max_turns if any(playing.values()) else 1
-    model, tokenizer = load_model_and_tokenizer(job, task)
+    model, tokenizer = loaded or load_model_and_tokenizer(job, task)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give one with --tokenizer, or the --task it was trained on")
     from strop.algorithms.best_of_n import BestOfN

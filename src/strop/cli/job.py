@@ -1,7 +1,9 @@
 """The inputs of a command: model, data or task, rewards. `JobConfig` holds their names; the functions load them."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop._checks import check_count
@@ -33,7 +35,8 @@ class JobConfig(Config):
     task_options     options of the task, such as digits=3
     data             JSONL, JSON, CSV or Parquet files, a pattern, a folder, - for standard input, or a dataset's name
                      (owner/name, owner/name:config), in place of the task's rows
-    eval_data        held-out rows; without it the task's
+    eval_data        held-out rows, as data; without it the task's. With names, as easy=a.jsonl and hard=b.jsonl, each
+                     set is evaluated by itself, as eval/easy/… and eval/hard/…
     split            which split of a task or dataset is trained on
     eval_split       which split of a task or dataset is held out
     num_rows         use only the first so many rows of data
@@ -46,6 +49,7 @@ class JobConfig(Config):
     preference       file.py:function for online-dpo, in place of a reward
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
     tools            file.py:function, which the model may call; may be repeated
+    agent            file.py:function(row, client) for grpo, a program that talks to the model over HTTP
     output           the run folder; without it runs/ALGORITHM-TIME
     resume           continue the run in output
     overwrite        remove the run in output first
@@ -80,6 +84,7 @@ class JobConfig(Config):
     preference: str | None = None
     environment: str | None = None
     tools: str | tuple[str, ...] | None = None
+    agent: str | None = None
     output: str | None = None
     resume: bool = False
     overwrite: bool = False
@@ -167,14 +172,14 @@ def load_tokenizer(job: JobConfig) -> Tokenizer | None:
 
 
 def load_task(job: JobConfig) -> object:
-    """Return the task, or an environment that has its own rows; None if there is neither."""
+    """Return the task, or an environment or agent that has its own rows; None if there is none."""
     from strop import tasks
 
     if job.task is not None:
         return tasks.load_task(job.task, **job.task_options)
-    environment = load_environment(job)
-    if hasattr(environment, "rows"):
-        return environment
+    for played in (load_environment(job), load_agent(job)):
+        if hasattr(played, "rows"):
+            return played
     if job.task_options:
         raise ValueError("task_options need a task, found none")
     return None
@@ -198,16 +203,17 @@ def _read(data: Files, job: JobConfig, split: str, limit: int | None, stream: bo
         return read_rows(data, split=split, limit=limit, stream=stream)
 
     rows = shaped(world().from_first(read) if "-" in listed(data) else read(), job)  # all processes share stdin
-    if job.environment is None:  # environments take any columns
+    if job.environment is None and job.agent is None:  # these take any columns
         check_rows(rows, where=name_of(data))
     return rows
 
 
-def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
-    """Return the held-out rows; None if there are none."""
+def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | dict[str, Sequence[Json]] | None:
+    """Return the held-out rows, or those of several named sets; None if there are none."""
     if job.eval_data is not None:  # read it even if no row is used, so that a wrong name is an error
-        rows = _read(job.eval_data, job, job.eval_split, job.num_eval_rows or None)
-        return None if job.num_eval_rows == 0 else rows
+        limit = job.num_eval_rows or None
+        sets = {name: _read(files, job, job.eval_split, limit) for name, files in named_sets(job.eval_data).items()}
+        return None if job.num_eval_rows == 0 else sets.get("", sets)
     if job.num_eval_rows == 0:
         return None
     if task is not None and job.data is None:
@@ -215,6 +221,19 @@ def load_eval_data(job: JobConfig, task: Any) -> Sequence[Json] | None:
     if job.num_eval_rows:
         raise ValueError("num_eval_rows need eval_data or a task's rows to come from, found neither")
     return None
+
+
+def named_sets(given: Files) -> dict[str, Files]:
+    """Return the files of each set of name=file; without names, all of them under the empty name."""
+    pairs = [one.partition("=") for one in listed(given) if re.match(r"[\w-]+=", one) and not Path(one).exists()]
+    if not pairs:
+        return {"": given}
+    if len(pairs) < len(listed(given)):
+        raise ValueError(f"either all or none of the files must have names, as easy=a.jsonl, found {listed(given)}")
+    found: dict[str, tuple[str, ...]] = {}
+    for name, _, file in pairs:
+        found[name] = (*found.get(name, ()), file)
+    return dict(found)
 
 
 def shaped(rows: Sequence[Json], job: JobConfig) -> Sequence[Json]:
@@ -301,6 +320,11 @@ def _model_reward(name: str, job: JobConfig) -> Any:
 def load_environment(job: JobConfig) -> Any:
     """Return the environment's class; None if there is none."""
     return None if job.environment is None else load_function(job.environment, "environment")
+
+
+def load_agent(job: JobConfig) -> Any:
+    """Return the agent's function; None if there is none."""
+    return None if job.agent is None else load_function(job.agent, "agent")
 
 
 def load_tools(job: JobConfig) -> list[Callable[..., Any]] | None:

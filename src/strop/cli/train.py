@@ -19,6 +19,7 @@ from strop.cli.job import (
     JobConfig,
     job_part,
     listed,
+    load_agent,
     load_data,
     load_environment,
     load_eval_data,
@@ -52,7 +53,7 @@ ALGORITHMS = {
     "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
 }
 ARGUMENTS = {  # further arguments of algorithms, besides the model
-    "grpo": ("reward", "environment", "tools"),
+    "grpo": ("reward", "environment", "tools", "agent"),
     "ppo": ("reward", "critic"),
     "online-dpo": ("reward", "preference", "environment", "tools"),
 }
@@ -208,7 +209,7 @@ def _output(command: str, job: JobConfig) -> Path:
 def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     """Take one step and evaluate one batch; print their time and memory and estimate the run's. Nothing is written."""
     from strop.data.formats import Prepared
-    from strop.training.run import epoch_order
+    from strop.training.state import epoch_order
 
     trainer, rows, eval_rows = build(command, job, config)
     rows, run = trainer.prepared(rows), config.run
@@ -227,9 +228,10 @@ def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
         f"memory at its peak: {_peak_memory(trainer.policy.device) / 1e9:.2f} GB",
     ]
     if eval_rows is not None:
-        found = trainer.evaluate(Prepared(trainer.prepared(eval_rows, "eval_dataset")[: run.batch_size]))
+        sets = trainer.prepared_sets(eval_rows)
+        found = trainer.evaluate({name: Prepared(rows[: run.batch_size]) for name, rows in sets.items()})
         of_batch = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-        lines.append(f"held out: {len(eval_rows):,} rows; of a batch {of_batch}")
+        lines.append(f"held out: {sum(map(len, sets.values())):,} rows; of a batch {of_batch}")
     if trainer.world.is_first:
         print("\n".join([*lines, "nothing was written"]))
 
@@ -247,7 +249,7 @@ def _peak_memory(device: "torch.device") -> float:
 
 def build(
     command: str, job: JobConfig, config: TrainerConfig
-) -> tuple["Trainer", Sequence[object], Sequence[object] | None]:
+) -> tuple["Trainer", Sequence[object], Sequence[object] | dict[str, Sequence[Json]] | None]:
     """Return the trainer, its rows, and the held-out rows."""
     task = load_task(job)
     rows, eval_rows = load_data(job, task), load_eval_data(job, task)
@@ -265,9 +267,9 @@ def changed_options(job: JobConfig) -> Json:
 
 
 def _functions(command: str, job: JobConfig, task: object) -> Json:
-    """Return the trainer's arguments besides the model: functions, environment, tools, critic."""
+    """Return the trainer's arguments besides the model: functions, environment, tools, agent, critic."""
     takes = ARGUMENTS.get(command, ())
-    for name in ("environment", "tools", "critic", "reward", "preference"):
+    for name in ("environment", "tools", "agent", "critic", "reward", "preference"):
         if name not in takes and getattr(job, name) is not None:
             has = "rewards" if name == "preference" and takes else "none"
             raise ValueError(f"{name} must not be given: {command} has {has}")
@@ -276,10 +278,12 @@ def _functions(command: str, job: JobConfig, task: object) -> Json:
     found: Json = {"critic": job.critic}
     if "tools" in takes:
         found = {"environment": load_environment(job), "tools": load_tools(job)}
+    if "agent" in takes:
+        found["agent"] = load_agent(job)
     if job.preference is not None:
         return found | {"preference_fn": load_function(job.preference, "preference")}
     rewards = load_rewards(job, task)
-    if not rewards and found.get("environment") is None:
+    if not rewards and found.get("environment") is None and found.get("agent") is None:
         ways = "--reward file.py:function, a --task that has one, or an --environment"
         raise ValueError(f"{command} needs a reward: {ways}")
     return found | {"reward_fn": (rewards if len(rewards) > 1 else rewards[0]) if rewards else None}
@@ -295,7 +299,7 @@ def _ref_model(job: JobConfig) -> Any:
     return load_model(job.ref_model, dtype=job.dtype, device=job.device)[0]
 
 
-def _callbacks(job: JobConfig, output: Path, eval_rows: Sequence[object] | None) -> list["Callback"]:
+def _callbacks(job: JobConfig, output: Path, eval_rows: object) -> list["Callback"]:
     from strop.callbacks import BestCheckpoint, EarlyStopping
 
     if job.best is None:

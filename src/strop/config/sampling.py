@@ -105,7 +105,8 @@ class TurnsConfig(Config):
     credit                "trajectory": the drawn tokens of a trajectory share one advantage, of its discounted rewards;
                           "turn": each turn has its own, of the rewards from it on, compared with the group's same turn
     environment_workers   how many environments are called at the same time
-    environment_timeout   seconds for one call of an environment; None waits forever
+    environment_timeout   seconds for one call of an environment, or for a whole agent; None waits forever
+    agent_workers         how many agents run at the same time
     on_error              an environment that raises or is late stops the run ("raise"), or ends its trajectory ("end")
     error_reward          reward of a turn that failed, with on_error="end"
     rewritten_turns       chat templates that rewrite earlier turns: "refuse" them, or "keep" the turns as they were drawn
@@ -117,6 +118,7 @@ class TurnsConfig(Config):
     credit: str = choice("trajectory", ("trajectory", "turn"))
     environment_workers: int = count(16, low=1)
     environment_timeout: float | None = number(None, 0, open_low=True)
+    agent_workers: int = count(256, low=1)
     on_error: str = choice("raise", ("raise", "end"))
     error_reward: float = number(0.0)
     rewritten_turns: str = choice("refuse", ("refuse", "keep"))

@@ -47,6 +47,7 @@ class Trajectory:
     turns            the model's turns in a conversation with an environment
     info             numbers from the environment, by metric name; a metric is the mean over trajectories
     failure          why the environment failed; empty if it did not
+    others           further sequences of the same episode, where an agent rewrote its history: they share its reward
     rewards          reward function's name → its reward; `reward` is their weighted sum
     old_logps_t      log-probs under the weights before the update
     ref_logps_t      log-probs under the reference
@@ -69,6 +70,7 @@ class Trajectory:
     turns: list[RewardedTurn] = field(default_factory=list)
     info: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+    others: list["Trajectory"] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     old_logps_t: torch.Tensor | None = None
@@ -112,6 +114,11 @@ class Trajectory:
         if counts is not None:
             loss_mask_T[len(prompt) :] &= torch.as_tensor(counts, dtype=torch.bool)[: len(completion)]
         return cls(ids_T, loss_mask_T, num_prompt=len(prompt), **known)
+
+
+def with_others(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories, each followed by the further sequences of its episode."""
+    return [part for one in trajectories for part in (one, *one.others)]
 
 
 def sampled(

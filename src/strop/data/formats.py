@@ -14,6 +14,7 @@ get them by name.
 
 import glob
 import importlib
+import itertools
 import json
 import os
 import warnings
@@ -27,7 +28,7 @@ from strop._checks import check_choice, did_you_mean, is_conversation
 from strop._types import Json, Row
 from strop.data.ahead import Prepare, PreparedAhead
 from strop.data.files import SUFFIXES, datasets_package, one_line, read_file
-from strop.data.streams import RowFacts, Streamed, is_jsonl, read_files
+from strop.data.streams import CONTENT, ROLES, Columns, RowFacts, Streamed, is_jsonl, read_files
 
 FORMATS = {
     "language_modeling": '{"text"} or {"messages"}',
@@ -36,11 +37,7 @@ FORMATS = {
     "preference": '{"prompt", "chosen", "rejected"} or {"chosen", "rejected"} with a common start',
 }
 MOST_AT_ONCE = 1000  # datasets up to this size are prepared before the first step, so errors show at once
-ROLES = (  # known to common chat templates
-    "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation", "model", "tool_response",
-)  # fmt: skip
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "bing": "assistant"}
-CONTENT = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 # ---- where rows come from ----
@@ -396,12 +393,13 @@ def check_rows(rows: Any, wanted: Sequence[str] = tuple(FORMATS), *, where: str 
 def facts_of(rows: Any, where: str = "") -> RowFacts:
     """Check every row's columns in one pass and return the facts; raise an error that names the first wrong row."""
     facts = RowFacts(detect_format(rows[0], _name(where, 0)))
-    counts: dict[tuple[str, ...], int] = {}
-    contents: dict[tuple[str, ...], Sequence[str]] = {}
-    for i, row in enumerate(_rows_to_check(rows)):
+    counts, firsts, to_check = _plain_facts(rows, facts.format)
+    contents: dict[Columns, Sequence[str]] = {}
+    for i, row in to_check:
         names = tuple(row)
-        if names not in counts:
-            counts[names], contents[names] = 0, _content_of(names, facts.format)
+        if names not in contents:
+            contents[names] = _content_of(names, facts.format)
+            firsts[names] = min(firsts.get(names, i), i)
         counts[names] += 1
         if _is_usual(row, contents[names]):
             continue
@@ -415,10 +413,29 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
         facts.num_equal += is_equal_pair(row)
         for role in unknown_roles(row):
             facts.odd_roles[role] = facts.odd_roles.get(role, 0) + 1
-    for names, count in counts.items():
+    for names in sorted(counts, key=firsts.__getitem__):
         for name in names:
-            facts.column_counts[name] = facts.column_counts.get(name, 0) + count
+            facts.column_counts[name] = facts.column_counts.get(name, 0) + counts[names]
     return facts
+
+
+def _plain_facts(rows: Any, wanted: str) -> tuple[Counter[Columns], dict[Columns, int], Iterable[tuple[int, Json]]]:
+    """Return what is known of plain rows in the wanted format, by their columns: their number and the first of them; and
+    all other rows with their indices."""
+    counts: Counter[Columns] = Counter()
+    firsts: dict[Columns, int] = {}
+    others: list[Iterable[int]] = []
+    start = 0
+    for file in getattr(rows, "plain", ()):
+        usual = file.usual(lambda names: bool(_content_of(names, wanted)))
+        for kind, (first, count) in usual.items():
+            counts[file.columns[kind]] += count
+            firsts.setdefault(file.columns[kind], start + first)
+        others.append([start + i for i in file.without(usual)])
+        start += len(file.kinds_R)
+    if not others:
+        return counts, firsts, enumerate(_rows_to_check(rows))
+    return counts, firsts, ((i, rows[i]) for i in itertools.chain(*others))
 
 
 def _content_of(names: Sequence[str], wanted: str) -> Sequence[str]:

@@ -1,6 +1,7 @@
 """Rewards from environments, and advantages of whole trajectories or of each turn (`credit`)."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,16 +10,21 @@ from strop.data.batch import RewardedTurn, Trajectory
 from strop.environments.play import Player
 from strop.environments.tools import ToolBox
 from strop.primitives import compute_batch_group_advantages
-from strop.rewards import RewardFunctions, Rewards
+from strop.rewards import RewardError, RewardFunctions, Rewards
+
+if TYPE_CHECKING:
+    from strop.environments.recorder import Recorder
 
 
 class EnvironmentRewards:
     """Adds the discounted rewards of environments, the column `environment`, to those of reward functions.
 
+    The rewards of agents are the column `agent`.
+
     Tools give no rewards for turns. If their object has a `get_reward`, it is used as one more reward function.
     """
 
-    def __init__(self, besides: RewardFunctions | None, player: Player):
+    def __init__(self, besides: RewardFunctions | None, player: "Player | Recorder"):
         self.discount = player.config.turn_discount
         self.parts = [] if besides is None else [besides]
         self.functions = [] if besides is None else besides.functions
@@ -26,17 +32,24 @@ class EnvironmentRewards:
             self.parts.append(RewardFunctions(player.make.own_reward()))
         elif isinstance(player.make, ToolBox) and besides is None:
             raise ValueError(f"reward_fn must be given: {player.name} has tools and no get_reward(), found None")
-        self.names = ["environment", *(name for part in self.parts for name in part.names)]
+        self.names = [player.reward_name, *(name for part in self.parts for name in part.names)]
         if len(set(self.names)) < len(self.names):
-            raise ValueError("reward_fn must not be called as the environment or 'environment': both name rewards")
+            what = player.reward_name
+            raise ValueError(f"reward_fn must not be called as the {what} or {what!r}: both name rewards")
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         for part in self.parts:
             part.check(rows, name, besides)
 
     def __call__(self, rows: Mapping[str, Sequence[object]], trajectories: Sequence[Trajectory]) -> Rewards:
-        total_B = torch.tensor([returns_of(one.turns, self.discount)[0] for one in trajectories], dtype=torch.float32)
-        columns = {"environment": total_B}
+        for one in trajectories:
+            if not one.turns and not self.parts:
+                raise RewardError(
+                    f"the agent must return a reward without a reward_fn, found None (row {dict(one.row)!r:.80})"
+                )
+        returns = [returns_of(one.turns, self.discount) for one in trajectories]
+        total_B = torch.tensor([values[0] if values else 0.0 for values in returns], dtype=torch.float32)
+        columns = {self.names[0]: total_B}
         for part in self.parts:
             rewards = part(rows)
             total_B, columns = total_B + rewards.total_B, columns | rewards.columns

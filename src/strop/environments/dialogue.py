@@ -123,14 +123,22 @@ class Dialogue:
 
     def hear(self, new: object, longest: float = math.inf) -> bool:
         """Append the messages, text or ids that the model reads next. If too long, append nothing and return False."""
-        messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
-        ids = self.chat.checked(self._encoded(messages, new))
+        messages, ids = self.read(new)
         if len(self.ids) + len(ids) > longest:
             return False
+        self.append(messages, ids)
+        return True
+
+    def read(self, new: object) -> tuple[list[Json], list[int]]:
+        """Return what the model reads next as messages and as ids. Appends nothing."""
+        messages = _as_messages(new) if is_conversation(new) else [{"role": "user", "content": new}]
+        return messages, self.chat.checked(self._encoded(messages, new))
+
+    def append(self, messages: Sequence[Json], ids: Sequence[int]) -> None:
+        """Append what `read` returned."""
         self.ids += ids
         self.drawn += [False] * len(ids)
         self.messages += messages
-        return True
 
     def _encoded(self, messages: list[dict[str, object]], new: object) -> list[int]:
         chat = self.chat

@@ -78,6 +78,8 @@ class Player:
     sampler       samples the turns, in this process or on servers
     """
 
+    reward_name = "environment"
+
     def __init__(self, environment: Any, sampler: Sampler, policy: Policy, config: TurnsConfig):
         self.make = as_environment(environment)
         self.name = getattr(environment, "__name__", type(environment).__name__)
@@ -215,12 +217,12 @@ class _Play:
         episode, config = self.episodes[i], self.player.config
         if config.on_error == "raise" or episode.dialogue is None:
             turn = 0 if episode.dialogue is None else len(episode.dialogue.spans)
-            raise EnvironmentFailure(f"{what} (trajectory {i}, turn {turn}, row {_shortened(self.rows[i])})") from error
+            raise EnvironmentFailure(f"{what} (trajectory {i}, turn {turn}, row {shortened(self.rows[i])})") from error
         episode.failure = what
         episode.rewards = [*episode.rewards[: len(episode.dialogue.spans) - 1], config.error_reward]
         self._end(i, "environment")
 
 
-def _shortened(row: Row, length: int = 80) -> str:
+def shortened(row: Row, length: int = 80) -> str:
     text = repr(dict(row))
     return text if len(text) <= length else f"{text[: length - 20]} … {text[-16:]}"

@@ -20,8 +20,16 @@ class Answer(concurrent.futures.Future[Any]):
     """The future of a call, with the number of seconds it ran."""
 
     seconds = 0.0
+    task: concurrent.futures.Future[None] | None = None
+
+    def stop(self) -> None:
+        """Cancel the call if it is an `async def`. A plain function goes on in its thread."""
+        if self.task is not None:
+            self.task.cancel()
 
     def settle(self, start: float, value: object = None, error: BaseException | None = None) -> None:
+        if self.done():  # it was late before its event loop said so
+            return
         self.seconds = time.perf_counter() - start
         if error is None:
             self.set_result(value)
@@ -47,7 +55,7 @@ class Pool:
     def submit(self, function: Callable[..., object], *arguments: object) -> Answer:
         answer = Answer()
         if is_async(function):
-            asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
+            answer.task = asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
             return answer
         self._jobs.put((answer, function, arguments))
         if self._num_threads < self.size:

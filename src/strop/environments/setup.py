@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop._types import Row
 from strop.config import TurnsConfig
@@ -15,24 +15,50 @@ from strop.models import Policy
 from strop.rollout.generate import Sampler
 from strop.user_code import load_function
 
+if TYPE_CHECKING:
+    from strop.environments.recorder import Recorder
+
 CONVERSATION_COLUMNS = ("conversations", "replies", "environments")  # further columns for reward functions
 
 
-def trainers_player(trainer: Any, environment: Any, tools: Any) -> Player | None:
-    """Return the player of a trainer with an environment or tools; None if it has neither."""
+def trainers_player(trainer: Any, environment: Any, tools: Any, agent: Any = None) -> "Player | Recorder | None":
+    """Return the player of a trainer with an environment, tools or an agent; None if it has none."""
     config = trainer.config
+    if agent is not None and not (environment is None and tools is None):
+        raise ValueError("environment and tools must be None with an agent, which plays and calls tools itself")
+    if agent is not None:
+        made: Player | Recorder | None = make_recorder(trainer.policy, trainer.sampler, agent, config.turns)
+        return _checked(made, trainer)
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
             names = f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'}"
-            warnings.warn(f"{names} no effect without an environment or tools", stacklevel=4)
+            warnings.warn(f"{names} no effect without an environment, tools or an agent", stacklevel=4)
         return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
-    made = make_player(trainer.policy, trainer.sampler, environment, tools, config.turns)
-    if made is not None and config.server.max_staleness:
-        raise ValueError(f"max_staleness must be 0 with an environment, found {config.server.max_staleness}")
-    if made is not None and config.server.urls and trainer.world.size > 1:
-        raise ValueError("rollout_server must be None with an environment in several processes, found one")
+    return _checked(make_player(trainer.policy, trainer.sampler, environment, tools, config.turns), trainer)
+
+
+def make_recorder(policy: Policy, sampler: Sampler, agent: Any, turns: TurnsConfig) -> "Recorder":
+    """Return the recorder of an agent, a function or its name."""
+    from strop.environments.recorder import Recorder  # needs the extra `serve`
+
+    if idle := [name for name in _changed(turns) if name in ("max_turns", "turn_discount", "environment_workers")]:
+        warnings.warn(f"{', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect with an agent", stacklevel=5)
+    if turns.credit == "turn":
+        raise ValueError(
+            'credit must be "trajectory" with an agent, whose reward is of the whole episode, found "turn"'
+        )
+    return Recorder(load_function(agent, "agent") if isinstance(agent, str) else agent, sampler, policy, turns)
+
+
+def _checked(made: "Player | Recorder | None", trainer: Any) -> "Player | Recorder | None":
+    """Return the player after a check of the options about servers."""
+    server = trainer.config.server
+    if made is not None and server.max_staleness:
+        raise ValueError(f"max_staleness must be 0 with an {made.reward_name}, found {server.max_staleness}")
+    if made is not None and server.urls and trainer.world.size > 1:
+        raise ValueError(f"rollout_server must be None with an {made.reward_name} in several processes, found one")
     return made
 
 

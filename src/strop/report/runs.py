@@ -149,7 +149,11 @@ class RunReader:
         if not self._columns.tables:
             raise NothingLogged(f"{folder} has logged no step yet: its {METRICS} is empty or not there")
         samples, steps = self._samples.shown()
-        return Run(name or folder.resolve().name, self._columns, samples, steps, header, notes)
+        run = Run(name or folder.resolve().name, self._columns, samples, steps, header, notes)
+        total = header.get("total_steps")
+        if is_number(total) and run.num_steps < total and not (folder / "final").exists():
+            notes.append(f"it is not finished: step {run.num_steps:,} of {total:,} is the last one logged")
+        return run
 
 
 def load_run(folder: str | Path, name: str | None = None) -> Run:

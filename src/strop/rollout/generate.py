@@ -77,7 +77,7 @@ class Rollout(list[Trajectory]):
 
 def ends_of(trajectories: Sequence[Trajectory]) -> list[End]:
     """Return what `completion_metrics` needs about each trajectory, in a form that other processes can receive."""
-    return [(one.num_loss_tokens, one.finish, one.info) for one in trajectories]
+    return [(sum(part.num_loss_tokens for part in (one, *one.others)), one.finish, one.info) for one in trajectories]
 
 
 def completion_metrics(ends: Sequence[End]) -> dict[str, float]:
@@ -188,6 +188,11 @@ class Sampler:
         self.policy, self.records_routing = policy, records_routing
         self._whole: Policy | None = None
 
+    @property
+    def present(self) -> Policy:
+        """The policy that samples: the gathered weights inside `ready`."""
+        return self._whole or self.policy
+
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Return a context for rollouts.
@@ -209,7 +214,7 @@ class Sampler:
         if not len(prompts):
             return Rollout()
         return generate(
-            self._whole or self.policy,
+            self.present,
             prompts,
             sampling,
             num_samples=num_samples,
@@ -222,7 +227,7 @@ class Sampler:
         self, prompts: Sequence[Array], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
     ) -> Rollout:
         """Sample one turn of rows that continue later."""
-        return generate(self._whole or self.policy, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
+        return generate(self.present, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
     def state(self) -> State:
         """Return the state of rollouts that were begun and not yet asked for; in this process there are none."""

@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 import socket
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import h11
 from starlette.responses import Response
@@ -34,17 +33,26 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def bearer_key(authorization: str) -> str | None:
+    """Return the API key in an Authorization header; None if it has none."""
+    scheme, _, given = authorization.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else None
+
+
 class Guard:
     """Refuses requests that a page in a browser, or a client without the key, could send.
 
     A page can send requests to a server on this machine. It cannot choose Host (its own name, even if that name
     resolves to this machine), Origin, or without the server's consent the Content-Type of JSON.
+
+    accepts_key   returns whether a client with this API key may ask; None lets everybody ask
     """
 
-    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Sequence[str], api_key: str | None):
-        self.app = app
+    def __init__(
+        self, app: ASGIApp, host: str, allowed_hosts: Sequence[str], accepts_key: Callable[[str], bool] | None
+    ):
+        self.app, self.accepts_key = app, accepts_key
         self.hosts = {name.lower().strip("[]") for name in (host, *allowed_hosts)}
-        self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -67,9 +75,9 @@ class Guard:
         origin = headers.get(b"origin")
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             return 403, f"Origin must be this server's own, found {origin!r:.80}"
-        if self.key is not None and scope["path"] != "/health":
-            scheme, _, given = headers.get(b"authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
+        if self.accepts_key is not None and scope["path"] != "/health":
+            key = bearer_key(headers.get(b"authorization", ""))
+            if key is None or not self.accepts_key(key):
                 return 401, "Authorization must be Bearer and the server's API key"
         if scope["method"] != "POST" and (
             headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers

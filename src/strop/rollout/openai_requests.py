@@ -8,7 +8,7 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strop._types import Json, Row
@@ -44,7 +44,8 @@ WITHOUT_EFFECT = {  # fields that change no token of an answer
 class OpenAIRequest:
     """A checked request for completions.
 
-    messages   the messages of a chat, as given to the template; None for a text or ids
+    given      the prompts as given: messages, texts or ids; `prompts` are their ids
+    row        what else the chat template is given, such as tools
     echo_ids   also send token ids (`return_token_ids`)
     tools      the tools shown to the model; None if there are none
     grammar    the rules for a completion; None for any text
@@ -66,7 +67,8 @@ class OpenAIRequest:
     stream_usage: bool
     tools: list[Json] | None
     grammar: Grammar | None = None
-    messages: list[Json] | None = None
+    given: Sequence[Any] = ()
+    row: Row = field(default_factory=dict)
 
     def sampling_requests(self, served: ServedModel) -> list[SamplingRequest]:
         """Return one request to the queue per prompt."""
@@ -123,7 +125,7 @@ def parse_text_request(body: Json, served: ServedModel) -> OpenAIRequest:
             _check_length(len(one), "prompt", served)
     logprobs = _whole(body, ("logprobs",), 0) if not isinstance(body.get("logprobs"), bool) else 0
     ids = [_encoded(one, served, "prompt") for one in prompts]
-    return _request(body, served, ids, chat=False, max_tokens=16, num_top=logprobs)
+    return replace(_request(body, served, ids, chat=False, max_tokens=16, num_top=logprobs), given=prompts)
 
 
 def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
@@ -132,7 +134,7 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages must be a list of messages, found {_shown(messages)}")
-    messages = [_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
+    messages = [parse_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
     tools, forced = _tools(body, served)
     continues = messages[-1]["role"] == "assistant"
     for name, value in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
@@ -142,7 +144,8 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
             )
     num_characters = sum(len(one["content"] or "") for one in messages)
     _check_length(num_characters + (len(json.dumps(tools)) if tools else 0), "messages", served)
-    ids = _encoded(messages, served, "messages", _template_options(body), tools)
+    row: Json = {"chat_template_kwargs": _template_options(body)} | ({"tools": tools} if tools else {})
+    ids = _encoded(messages, served, "messages", row)
     longest = served.policy.max_length
     max_tokens = 1024 if longest is None else max(1, min(1024, longest - len(ids)))
     num_top = _whole(body, ("top_logprobs",), 0)
@@ -153,7 +156,7 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
     asked = _request(
         body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools, forced=grammar
     )
-    return replace(asked, messages=messages)
+    return replace(asked, given=[messages], row=row)
 
 
 def _request(
@@ -204,15 +207,18 @@ def _request(
         raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 in a stream, found {num_top}")
     if stream and len(prompts) > 1:
         raise RequestError(f"prompt must be one in a stream, found {len(prompts)}")
+    if served.sampling is not None:
+        max_tokens = served.sampling.max_new_tokens
     max_new_tokens = _whole(body, ("max_completion_tokens", "max_tokens"), max_tokens)
     if max_new_tokens > MAX_TOKENS:
         raise RequestError(f"max_tokens must be at most {MAX_TOKENS}, found {_shown(max_new_tokens)}")
+    default = served.sampling or Sampling()
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
-        temperature=_number(body, "temperature", 1.0),
-        top_k=min(max(_whole(body, ("top_k",), 0), 0), 1 << 30),
-        top_p=_number(body, "top_p", 1.0),
-        min_p=_number(body, "min_p", 0.0),
+        temperature=_number(body, "temperature", default.temperature),
+        top_k=min(max(_whole(body, ("top_k",), default.top_k), 0), 1 << 30),
+        top_p=_number(body, "top_p", default.top_p),
+        min_p=_number(body, "min_p", default.min_p),
         stop_ids=tuple(stop_ids),
     )
     if sampling.min_p and served.policy.kind == "moe":
@@ -286,14 +292,13 @@ def _encoded(
     prompt: str | list[int] | list[Json],
     served: ServedModel,
     name: str,
-    options: Json | None = None,
-    tools: list[Json] | None = None,
+    row: Json | None = None,
 ) -> list[int]:
     """Return the prompt's ids. Errors of the tokenizer or the template become a `RequestError`."""
-    tokenizer, row = served.policy.tokenizer, {"chat_template_kwargs": options}
+    tokenizer, row = served.policy.tokenizer, row or {}
     try:
-        ids = encode_prompt(prompt, tokenizer, {**row, "tools": tools} if tools else row)
-        if tools and ids == encode_prompt(prompt, tokenizer, row):
+        ids = encode_prompt(prompt, tokenizer, row)
+        if row.get("tools") and ids == encode_prompt(prompt, tokenizer, {**row, "tools": None}):
             raise RequestError("tools must be none: the model's chat template does not write them")
     except RequestError:
         raise
@@ -302,7 +307,7 @@ def _encoded(
     return ids
 
 
-def _message(found: object, where: str) -> Json:
+def parse_message(found: object, where: str) -> Json:
     """Return a message in the form of chat templates: its content is a text, the arguments of its calls are objects."""
     if not isinstance(found, dict) or not isinstance(found.get("role"), str):
         raise RequestError(f"{where} must be an object with a role, found {_shown(found)}")

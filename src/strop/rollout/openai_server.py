@@ -11,6 +11,7 @@ and time, and the status of answers. Requests are parsed in `openai_requests`, a
 import asyncio
 import concurrent.futures
 import contextlib
+import hmac
 import json
 import logging
 import socket
@@ -51,7 +52,7 @@ from strop.rollout.openai_requests import (
     parse_name,
     parse_text_request,
 )
-from strop.rollout.sampling_queue import QueueFull, SampledCompletion, Ticket
+from strop.rollout.sampling_queue import OnPiece, QueueFull, SampledCompletion, Ticket
 from strop.rollout.served_model import RequestError, ServedModel
 
 MAX_HEAD = 32 << 10  # maximum bytes of a request's line and headers
@@ -100,7 +101,8 @@ class OpenAIServer:
         self.max_body = min(max(need, MIN_BODY), MAX_BODY)
         self._body_bytes = 0
         self._workers = concurrent.futures.ThreadPoolExecutor(2, "strop-texts")
-        self.app: ASGIApp = Guard(self._make_app(allow_sync), host, allowed_hosts, api_key)
+        accepts_key = self.key_check(api_key)
+        self.app: ASGIApp = Guard(self._make_app(allow_sync), host, allowed_hosts, accepts_key)
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, kind, number)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,6 +111,25 @@ class OpenAIServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._uvicorn: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
+
+    def key_check(self, api_key: str | None) -> Callable[[str], bool] | None:
+        """Return a function that says whether a key is the server's; None without a key."""
+        if api_key is None:
+            return None
+        wanted = api_key.encode()
+        return lambda key: hmac.compare_digest(key.encode("latin-1"), wanted)
+
+    def submit(self, request: Request, asked: OpenAIRequest, on_piece: OnPiece | None = None) -> list[Ticket]:
+        """Put a checked request into the sampling queue; return one ticket for each of its prompts."""
+        tickets: list[Ticket] = []
+        try:
+            for one in asked.sampling_requests(self.served):
+                tickets.append(self.served.queue.submit(one, on_piece))
+        except BaseException:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        return tickets
 
     def _make_app(self, allow_sync: bool) -> Starlette:
         pages: list[tuple[str, str, Page]] = [
@@ -208,11 +229,9 @@ class OpenAIServer:
         slow = len(data) > SMALL_BODY or any(name in data for name in MAKES_GRAMMAR)
         asked = await self._apart(slow, lambda: parse(parse_body(data), self.served))
         if asked.stream:
-            return self._stream(asked)
-        tickets: list[Ticket] = []
+            return self._stream(request, asked)
+        tickets = self.submit(request, asked)
         try:
-            for one in asked.sampling_requests(self.served):
-                tickets.append(self.served.queue.submit(one))
             found = await _unless_gone(request, [ticket.future for ticket in tickets])
         finally:
             for ticket in tickets:
@@ -248,7 +267,7 @@ class OpenAIServer:
             self._body_bytes -= len(data)
         return bytes(data)
 
-    def _stream(self, asked: OpenAIRequest) -> Response:
+    def _stream(self, request: Request, asked: OpenAIRequest) -> Response:
         """Return the answer as events, one per piece. Errors in the request are raised before the first event."""
         pieces: asyncio.Queue[tuple[list[int], list[float], str]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -257,8 +276,7 @@ class OpenAIServer:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, (ids, logps, reason))
 
-        (wanted,) = asked.sampling_requests(self.served)
-        ticket = self.served.queue.submit(wanted, on_piece)
+        (ticket,) = self.submit(request, asked, on_piece)
         # an exception of the engine arrives as the last piece
         ticket.future.add_done_callback(lambda _: on_piece([], [], "failed"))
         return StreamingResponse(self._events(asked, ticket, pieces), media_type="text/event-stream")

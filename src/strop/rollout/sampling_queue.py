@@ -147,8 +147,9 @@ class QueueRow:
 class SamplingQueue:
     """Draws completions for many callers, with the policy's weights as they are at each piece.
 
-    max_batch   maximum number of rows decoded together; None is 64, and 256 on a GPU
-    use_model   returns a context that yields the policy with the model of this name; None uses the policy as it is
+    max_batch    maximum number of rows decoded together; None is 64, and 256 on a GPU
+    use_model    returns a context that yields the policy with the model of this name; None uses the policy as it is
+    own_thread   draw in a thread of the queue; False draws in the thread that calls `take_turn`
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class SamplingQueue:
         policy: Policy,
         max_batch: int | None = None,
         use_model: Callable[[str | None], contextlib.AbstractContextManager[Policy]] | None = None,
+        own_thread: bool = True,
     ):
         self.max_batch = max_batch or (256 if policy.device.type == "cuda" else 64)
         check_count(self.max_batch, "max_batch", 1)
@@ -170,8 +172,9 @@ class SamplingQueue:
         self._num_rows = 0
         self._closed = False
         self.num_drawn = self.num_turns = 0  # tokens and pieces so far, including those of cancelled requests
-        self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True) if own_thread else None
+        if self._thread is not None:
+            self._thread.start()
 
     # ---- for callers, in any thread ----
 
@@ -208,28 +211,46 @@ class SamplingQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the sampling queue is closed")
 
-    # ---- the queue's thread ----
+    # ---- the thread that draws ----
+
+    def take_turn(
+        self, is_awake: Callable[[], bool] = lambda: False, timeout: float | None = None, linger: float = 0.0,
+        expected: int = 0,
+    ) -> bool:  # fmt: skip
+        """Wait for requests, then draw a piece or make a call; return False if there was nothing to do.
+
+        is_awake   ends the waiting when it returns True; `wake` lets it be asked again
+        linger     seconds to wait for each further request, if no row is being drawn, until there are `expected`
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._waiting or self._active or self._calls or is_awake(), timeout
+            )
+            if self._closed or not (self._waiting or self._active or self._calls):
+                return False
+            while not self._active and 0 < len(self._waiting) < expected:
+                if not self._changed.wait(linger):
+                    break
+            self._remove_cancelled()
+            if not self._calls:
+                self._admit()
+            call = self._calls.popleft() if self._calls and not self._active else None
+        if call is not None:
+            self._call(*call)
+        elif self._active:
+            self._draw_piece()
+        return True
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._active or self._calls)
-                if self._closed:
-                    break
-                self._remove_cancelled()
-                if not self._calls:
-                    self._admit()
-                call = self._calls.popleft() if self._calls and not self._active else None
-            if call is not None:
-                self._call(*call)
-            elif self._active:
-                self._take_turn()
+        while self.take_turn():
+            pass
         for ticket in {*self._waiting, *(row.ticket for row in self._active)}:
             _fail(ticket.future, RuntimeError("the sampling queue was closed"))
         for _, future in self._calls:
@@ -271,7 +292,7 @@ class SamplingQueue:
         rules = {row.ticket.request.rule for row in self._active}
         self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
 
-    def _take_turn(self) -> None:
+    def _draw_piece(self) -> None:
         """Draw a piece for the rows whose turn it is: those with the same rule as the row that has waited longest."""
         self.num_turns += 1
         rule = min(self._active, key=lambda row: row.last_turn).ticket.request.rule
@@ -282,6 +303,8 @@ class SamplingQueue:
             ended = self._draw(rows)
         except Exception as error:  # the engine may raise anything: only these requests have failed
             self._give_up({row.ticket for row in rows}, error)
+            if self._thread is None:  # the caller's thread draws, and hears of it
+                raise
             return
         for row in ended:
             if row.completion.reason == "error" and row.matcher is not None:

@@ -15,6 +15,7 @@ from strop._types import Json
 from strop.models import Policy, load_model, unwrapped
 from strop.models.kinds import adapter_off, is_peft
 from strop.rollout.grammar import Grammars
+from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingQueue
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # files of an adapter saved by peft
@@ -47,6 +48,7 @@ class ServedModel:
     max_batch      maximum number of rows decoded together; None chooses by the device
     parse_calls    parses tool calls from a reply; None refuses requests with tools
     queue          draws completions; None makes a `SamplingQueue`
+    sampling       defaults of a request's options; None is OpenAI's
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class ServedModel:
         sync_folder: str | Path | None = None,
         max_batch: int | None = None,
         parse_calls: Callable[[str], list[ToolCall]] | None = None,
-        queue: Any = None,
+        queue: SamplingQueue | None = None,
+        sampling: Sampling | None = None,
     ):
+        self.sampling = sampling
         self.policy, self.name, self.parse_calls = policy, name, parse_calls
         self.sync_folder = Path(sync_folder or tempfile.gettempdir()).resolve()
         self.adapters: list[str] = []

@@ -278,7 +278,7 @@ class EvaluationCallback(Callback):
         if self._last_step == trainer.state.step:
             return {}
         self._last_step = trainer.state.step
-        self.dataset = trainer.prepared(self.dataset, "eval_dataset")  # done once: later calls return it unchanged
+        self.dataset = trainer.prepared_sets(self.dataset)  # done once: later calls return it unchanged
         metrics = trainer.evaluate(self.dataset)
         trainer.log(metrics)
         trainer.history.evaluations.append({"step": trainer.state.step, **metrics})

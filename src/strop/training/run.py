@@ -1,7 +1,7 @@
 """`TrainingRun`: a run's state, its loggers and callbacks, and train(), the loop around a trainer's steps."""
 
 import contextlib
-import random
+import functools
 import signal
 import sys
 import threading
@@ -26,7 +26,7 @@ from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import RunFolder, Sources, sources_of
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, TrainState, get_rng, seed_everything, set_rng
+from strop.training.state import History, TrainState, difficulty_of, epoch_order, get_rng, seed_everything, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -58,6 +58,8 @@ class TrainingRun:
         self.sources: Sources = {}  # of the current train()
         self.num_rows = 0  # of the current train()
         self._rows: PreparedRows | None = None  # the dataset of train(), while it runs
+        self._difficulty: Sequence[float] | None = None  # of each row, with a curriculum
+        self._latest_order: tuple[int, Sequence[int]] = -1, ()  # an epoch and the order of its rows
 
     # ---- a step ----
 
@@ -136,12 +138,13 @@ class TrainingRun:
         rows = trainer.prepared(dataset)
         if config.batch_size > len(rows):
             raise ValueError(f"batch_size must be at most the number of rows, {len(rows)}, found {config.batch_size}")
-        eval_rows = None if eval_dataset is None else trainer.prepared(eval_dataset, "eval_dataset")
+        eval_rows = None if eval_dataset is None else trainer.prepared_sets(eval_dataset)
         folder = None if output_dir is None else RunFolder(output_dir, config.save_every, config.keep_checkpoints)
         self.num_rows = len(rows)
         if folder is not None or self.world.size > 1:
             self.sources = sources_of(trainer, digest_rows(rows))
-            self.world.check_same({**self.sources, "eval_dataset": eval_rows and digest_rows(eval_rows)})
+            held_out = {name: digest_rows(found) for name, found in (eval_rows or {}).items()}
+            self.world.check_same({**self.sources, "eval_dataset": held_out})
         self.history, self.stop_reason = History(), None
         loggers, callbacks = self.loggers, self.callbacks
         # without eval_every it evaluates before the first step and after the last
@@ -202,10 +205,10 @@ class TrainingRun:
             self.goes_on = True
             self.fire(trainer, "on_train_begin")
             try:
-                self._rows = rows
-                stream = self._batches(rows, trainer.config.run)
+                self._rows, self._latest_order = rows, (-1, ())
+                self._difficulty = difficulty_of(rows, trainer.config.run.curriculum)
                 while state.step < state.total_steps and not self._ends(interruption):
-                    metrics = self._next_step(trainer, stream, folder)
+                    metrics = self._next_step(trainer, folder)
                     history.steps.append({"step": state.step, **metrics})
                 history.interrupted = interruption.signal is not None and state.step < state.total_steps
                 history.signal, history.stop_reason = interruption.signal, self.stop_reason
@@ -225,7 +228,7 @@ class TrainingRun:
                 f"{trainer.name} interrupted after step {state.step} of {state.total_steps}; {where}", file=sys.stderr
             )
 
-    def _next_step(self, trainer: "Trainer", stream: Iterator[list[Any]], folder: RunFolder | None) -> dict[str, float]:
+    def _next_step(self, trainer: "Trainer", folder: RunFolder | None) -> dict[str, float]:
         """Do a step on the next batch and return the metrics. If it fails, save the earlier steps and raise the error.
 
         A failed step that changed no weights is undone: data position and random generators are restored. Then a
@@ -235,7 +238,8 @@ class TrainingRun:
         state, rng = self.state, get_rng()
         step, updates, epoch, position = state.step, state.updates, state.epoch, state.position
         try:
-            batch = next(stream)  # inside the try: taking a batch advances the position in `state`
+            config = trainer.config.run
+            batch = self.take(config, config.batch_size)  # inside the try: it advances the position in `state`
             return self.step(trainer, lambda: trainer.step_on(batch))
         except Exception as error:  # not KeyboardInterrupt: a second Ctrl-C ends the run at once
             state = self.state
@@ -255,18 +259,31 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: PreparedRows, config: RunConfig) -> Iterator[list[Any]]:
-        """Yield batches without end, from the state's position. An epoch's order depends only on (seed, epoch)."""
-        state = self.state
-        while True:
-            order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
-            while state.position < len(rows):
-                end = state.position + config.batch_size
-                following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # of at least two steps
-                batch = rows.take(order[state.position : end], following)
-                state.position += len(batch)
-                yield batch
+    def take(self, config: RunConfig, most: int) -> list[Any]:
+        """Return the next rows of the epoch and move the position behind them; [] outside train().
+
+        At the end of an epoch they are fewer than `most`.
+        """
+        state, rows = self.state, self._rows
+        if rows is None:
+            return []
+        if state.position >= len(rows):
             state.epoch, state.position = state.epoch + 1, 0
+        order, end = self._order(config, state.epoch), state.position + most
+        following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # of at least two steps
+        batch = rows.take(order[state.position : end], following)
+        state.position += len(batch)
+        return batch
+
+    def _order(self, config: RunConfig, epoch: int) -> Sequence[int]:
+        """Return the order of an epoch's rows, which depends only on the rows, the seed and the epoch."""
+        assert self._rows is not None
+        if self._latest_order[0] != epoch:
+            order = epoch_order(len(self._rows), config.seed, epoch, config.shuffle)
+            if self._difficulty is not None:
+                order = array("q", sorted(order, key=self._difficulty.__getitem__))
+            self._latest_order = epoch, order
+        return self._latest_order[1]
 
     def upcoming(self, config: RunConfig) -> list[Any]:
         """Return the rows of the next step; [] outside train() and in its last step."""
@@ -275,7 +292,7 @@ class TrainingRun:
             return []
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
-        order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
+        order = self._order(config, epoch)
         return rows.take(order[position : position + config.batch_size])
 
 
@@ -307,13 +324,7 @@ def _without_signal(steps: list[dict[str, object]]) -> str:
     return why and f"nothing was learned from rewards: in every step {why}"
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
-    order = array("q", range(num_rows))  # 8 bytes a row
-    if shuffle:
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
+@functools.lru_cache(maxsize=2)  # a step may ask for its epoch's and the next
 def checked_loggers(given: object) -> list[Any]:
     """Return the loggers as a list, given none, one or several."""
     loggers = _as_list(given)

@@ -350,6 +350,7 @@ class Trainer:
         checkpoint if there is an output_dir.
 
         num_steps, num_epochs   when to end, instead of the config's values
+        eval_dataset            held-out rows, or a dict of several by name, evaluated as eval/<name>/<metric>
         output_dir              the run folder: metrics, samples, checkpoints, and at the end the model
         resume                  continue from the newest checkpoint in output_dir, or begin if there is none
         overwrite               first remove the files of an earlier run in output_dir, and nothing else
@@ -389,15 +390,31 @@ class Trainer:
             with_thread=is_thread_safe(self.tokenizer),
         )
 
+    def prepared_sets(self, dataset: object) -> dict[str, PreparedRows]:
+        """Return the prepared rows of each dataset of a dict, by its name; of a single dataset, under the empty name."""
+        if not isinstance(dataset, dict):
+            return {"": self.prepared(dataset, "eval_dataset")}
+        names = [f"eval_dataset[{name!r}]" if name else "eval_dataset" for name in dataset]
+        return {str(key): self.prepared(rows, name) for name, (key, rows) in zip(names, dataset.items(), strict=True)}
+
     def evaluate(self, dataset: object) -> dict[str, float]:
-        """Return the metrics of a dataset, as eval/<metric>. Weights and random generators are not changed."""
-        rows = list(self.prepared(dataset, "eval_dataset"))
+        """Return the metrics of a dataset, as eval/<metric>; of a dict of datasets, as eval/<name>/<metric>.
+
+        Weights and random generators are not changed.
+        """
+        found: dict[str, float] = {}
+        for name, rows in self.prepared_sets(dataset).items():
+            prefix = f"eval/{name}/" if name else "eval/"
+            found |= {f"{prefix}{metric}": value for metric, value in self._evaluated(list(rows)).items()}
+        return found
+
+    def _evaluated(self, rows: list[Any]) -> dict[str, float]:
         with contained(), self._doing("evaluating"), self.policy.evaluating(), torch.no_grad(), rng_kept():
             try:
                 metrics, _ = gather_metrics(self.evaluate_on(rows), [], self.world)
             except LACKS as error:
                 raise_explained(error, self, "evaluate")
-        return {f"eval/{name}": float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items()}
 
     def save(self, path: str | Path, *, base: bool = True) -> None:
         """Write a checkpoint with everything needed to continue: a file, or with several processes a folder. Atomic.
