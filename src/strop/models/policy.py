@@ -93,6 +93,9 @@ class Policy:
         self.boundaries: Boundaries | None = None
         """Which rows are read together, where the longest of a call changes the others' numbers."""
         self.rules: dict[int, Rule] = {}
+        self.indexed = (
+            False  # whether the model is told where packed sequences end, as kernels of linear attention want it
+        )
         self.opaque: set[str] | None = None  # layers that had no gradient before the trial
         self.fused: Any = None
         self.modules: list[nn.Module] = []
@@ -489,8 +492,11 @@ class Policy:
         rules   attention rules of the layers; None learns them
         """
         pass_ = Packed(batch.lengths, batch.cu_seqlens)
+        indices = sequence_indices(batch) if self.indexed else {}
         with reading(self.modules, pass_, within, rules):
-            output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
+            output = module(
+                input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False, **indices
+            )
         return part(output)[0], pass_.rules
 
     @property
@@ -608,6 +614,16 @@ class Reference:
 def _listed_ids(value: int | Sequence[int] | None) -> list[int]:
     """Return one token id, several, or None as a list."""
     return [] if value is None else [int(one) for one in value] if isinstance(value, Sequence) else [int(value)]
+
+
+def sequence_indices(batch: TokenBatch) -> Json:
+    """Return where sequences begin and end, in the names and dtypes of transformers' data collator."""
+    sequence_N = torch.arange(len(batch.lengths), dtype=torch.int32).repeat_interleave(torch.tensor(batch.lengths))
+    ends, longest = batch.cu_seqlens.int(), max(batch.lengths)
+    return {
+        "seq_idx": sequence_N[None].to(batch.device), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
 
 
 def takes_use_cache(model: nn.Module) -> bool:

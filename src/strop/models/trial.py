@@ -5,6 +5,7 @@ N tokens of S sequences, n of them in the loss; T tokens of a row; V vocabulary.
 
 import contextlib
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ SPAN = re.compile(r"window|chunk|block_size")  # in names of config fields that 
 LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, for fields that a trial shortens
 LONGEST_SPAN = 256  # the longest span that a trial's rows exceed
 
+FIRST_ROW = 3  # tokens of the first row of a trial, at most
 TRIED = (1, 0, 1)  # ids in every vocabulary that cannot be confused with positions or token types
 
 
@@ -125,7 +127,7 @@ def trial_lengths(policy: "Policy", room: int = 0) -> tuple[int, int, int]:
     spans = [size for name, size in fields.items() if type(size) is int and size <= LONGEST_SPAN and SPAN.search(name)]
     longest = LONGEST_SPAN + 5 if longest is None else max(1, longest - room)
     span = max([2, *spans])
-    return min(3, longest), min(span + 3, longest), min(span + 5, longest)
+    return min(FIRST_ROW, longest), min(span + 3, longest), min(span + 5, longest)
 
 
 @contextlib.contextmanager
@@ -190,19 +192,31 @@ Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
 """Rules of attention, or None to learn them, → logits of packed sequences, and what each layer asked of attention."""
 
 
-def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
-    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences."""
+def packing(
+    read: Read, num_layers: int | None, wanted_NV: torch.Tensor, with_another: Read | None = None
+) -> dict[int, Rule] | str:
+    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences.
+
+    with_another   the same as `read` with other tokens in the first sequence, if the model is told where sequences end:
+                   then layers without attention may keep them apart too, and the trial shows whether they do
+    """
     try:
         _, rules = read(None)
-        # a layer that did not call strop's attention has mixed the sequences
-        if (missing := (num_layers or 0) - len(rules)) > 0:
+        # a layer that did not call strop's attention, and was told of no sequences, has mixed them
+        if with_another is None and (missing := (num_layers or 0) - len(rules)) > 0:
             return f"{missing} of its layers do not attend through transformers' interface"
         found_NV, _ = read(rules)
+        another_NV = found_NV if with_another is None else with_another(rules)[0]
     except Unsupported as error:
         return str(error)
     except Exception as error:  # a foreign forward may raise anything; then packing is not used
         return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-    return differs(found_NV, wanted_NV, "packed sequences") or rules
+    if why := differs(found_NV, wanted_NV, "packed sequences"):
+        return why
+    own = (another_NV != found_NV).any(-1).nonzero().flatten()
+    if len(own) and int(own[-1]) >= FIRST_ROW:
+        return "a sequence changes those after it"
+    return rules
 
 
 def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
@@ -240,9 +254,11 @@ def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], ob
 
 
 class TrialRows(NamedTuple):
-    """The rows of a trial: all packed, each alone, the longest twice; and the outputs of each alone."""
+    """The rows of a trial: all packed, the same with another first row, each alone, the longest twice; and the outputs
+    of each alone."""
 
     batch: TokenBatch
+    with_another: TokenBatch
     alone: list[TokenBatch]
     twice: TokenBatch
     wanted_NV: torch.Tensor
@@ -283,6 +299,8 @@ def try_language_model(policy: "Policy", logits: Part, last_hidden_state: Part) 
         decoder, head = found
         try:
             states = [policy.read_padded(decoder, one, last_hidden_state) for one in rows.alone]
+            if policy.indexed:
+                policy.read_packed(decoder, rows.batch, last_hidden_state, policy.rules)
             if not gives_logits(head, torch.cat(states), rows.wanted_NV):
                 found = "its logits are not its hidden states times the head's weight"
         except Exception as error:  # a foreign forward may raise anything; then this way of reading is not used
@@ -320,13 +338,20 @@ def try_reading(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
         policy.boundaries = boundaries_of(calls, policy.config)
     if policy.boundaries is not None:  # now with all rows on one side of the boundaries
         rows = _trial_rows(policy, module, part)
-    policy.no_packing_because, policy.no_padding_because = _try_together(policy, module, part, rows)
+    policy.indexed = False
+    found = _try_packing(policy, module, part, rows)
+    if isinstance(found, str) and policy.model is inner:
+        policy.indexed = True
+        told = _try_packing(policy, module, part, rows)
+        policy.indexed = not isinstance(told, str)
+        found = f"{found}; told where they end, {told}" if isinstance(told, str) else told
+    policy.no_packing_because, policy.no_padding_because = _try_together(policy, module, part, rows, found)
     rules = policy.rules
     with shortened(inner) as is_shorter:
         if is_shorter and (shorter := _shorter_rows(policy, module, part)) is not None:
-            found = _try_together(policy, module, part, shorter)
-            policy.no_packing_because = policy.no_packing_because or found[0]
-            policy.no_padding_because = policy.no_padding_because or found[1]
+            why = _try_together(policy, module, part, shorter, _try_packing(policy, module, part, shorter))
+            policy.no_packing_because = policy.no_packing_because or why[0]
+            policy.no_padding_because = policy.no_padding_because or why[1]
     policy.rules = rules
     return rows
 
@@ -345,21 +370,41 @@ def _trial_rows(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
     trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
     alone = [TokenBatch.of([one], policy.device) for one in trajectories]
     wanted_NV = torch.cat([policy.read_padded(module, one, part) for one in alone])
+    other_ids = [(ids[: lengths[0]] + 1) % (policy.vocab_size or 13), *ids[lengths[0] :].split(list(lengths[1:]))]
     return TrialRows(
         TokenBatch.of(trajectories, policy.device),
+        TokenBatch.of([Trajectory.of(row[:1], row[1:]) for row in other_ids], policy.device),
         alone,
         TokenBatch.of([trajectories[-1], trajectories[-1]], policy.device),
         wanted_NV,
     )
 
 
-def _try_together(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> tuple[str | None, str | None]:
-    """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each."""
+def _try_packing(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> dict[int, Rule] | str:
+    """Return the attention rules, or why rows cannot be packed."""
+    if policy.model is not policy.inner:
+        return "it is compiled, for shapes that do not change"
+    if "position_ids" not in policy.arguments and not policy.indexed:
+        return "its forward takes no position_ids"
 
-    def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
-        return policy.read_packed(module, rows.batch, part, rules)
+    def read(batch: TokenBatch, rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
+        return policy.read_packed(module, batch, part, rules)
 
-    found = _no_packing(policy) or packing(read, of_config(policy.config, "num_hidden_layers"), rows.wanted_NV)
+    return packing(
+        functools.partial(read, rows.batch),
+        of_config(policy.config, "num_hidden_layers"),
+        rows.wanted_NV,
+        functools.partial(read, rows.with_another) if policy.indexed else None,
+    )
+
+
+def _try_together(
+    policy: "Policy", module: nn.Module, part: Part, rows: TrialRows, found: dict[int, Rule] | str
+) -> tuple[str | None, str | None]:
+    """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each.
+
+    found   the result of `_try_packing`
+    """
     if not isinstance(found, str):
         policy.rules = found
         return None, None
@@ -374,13 +419,6 @@ def _try_together(policy: "Policy", module: nn.Module, part: Part, rows: TrialRo
             name = type(policy.inner).__name__
             raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
     return found, no_padding
-
-
-def _no_packing(policy: "Policy") -> str | None:
-    """Return why packing is not tried; None if it is."""
-    if policy.model is not policy.inner:
-        return "it is compiled, for shapes that do not change"
-    return None if "position_ids" in policy.arguments else "its forward takes no position_ids"
 
 
 # ---- layers through which no gradient passes ----
