@@ -237,7 +237,10 @@ def fallback_rollouts(model: Model) -> tuple[float, Rollouts]:
 
     policy = as_policy(make_model(model))
     policy.check_reading()
-    policy.rollout_engine = decoding.signature(policy.model, policy.boundaries), decoding._fallback(policy, "to measure it")
+    policy.rollout_engine = (
+        decoding.signature(policy.model, policy.boundaries),
+        decoding._fallback(policy, "to measure it"),
+    )
     return 0.0, _rollouts_of(policy)
 
 
