@@ -253,7 +253,7 @@ class Unsupported(Exception):
 
 HARMLESS = {"is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
             "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-            "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+            "max_length_k", "seq_idx", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 
 
 def attention(
