@@ -62,6 +62,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         *losses.OPERATOR_BLOCKS,
         generation.generation_table,
         generation.generation_summary,
+        generation.families_table,
         landing.landing_table,
         step.step_table,
         step.step_summary,

@@ -125,7 +125,13 @@ def step_of_reward_model():
 
 
 def step_of_grpo():
-    options = {"resample_rounds": 1, "importance_cap": 2.0, "entropy_coef": 0.1, "replay_routing": True}
+    options = {
+        "resample_rounds": 1,
+        "fill_batch": True,
+        "importance_cap": 2.0,
+        "entropy_coef": 0.1,
+        "replay_routing": True,
+    }
     grpo = GRPO(model=mixtral(), reward_fn=count, max_new_tokens=4, **options)
     return grpo.train_step([[2, 3], [4, 5]])
 
@@ -176,7 +182,7 @@ def partner_agent(row, client):
     ids=["environment", "agent"],
 )  # fmt: skip
 def test_metrics_of_environments_are_what_a_step_has_besides(how, having):
-    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, **how)
+    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, fill_batch=True, **how)
     found = set(grpo.train_step([{"prompt": [2, 3]}])) - {"reward/count"}
     common = documented_metrics("common.md") - {"memory"}
     own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md", having)}

@@ -168,7 +168,7 @@ def test_the_names():
         "weight_decay",
     ]  # fmt: skip
     assert sorted(f.name for f in dataclasses.fields(RunConfig)) == [
-        "autocast", "batch_size", "compile", "dropout", "eval_every", "gradient_checkpointing", "keep_checkpoints",
+        "autocast", "batch_size", "compile", "curriculum", "dropout", "eval_every", "gradient_checkpointing", "keep_checkpoints",
         "log_every", "micro_batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "samples_every", "save_every", "seed",
         "shard", "shuffle",
     ]  # fmt: skip
@@ -187,7 +187,7 @@ FIELDS = {
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
     "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED + "group_size kl_coef inner_epochs minibatch_size advantage_scale advantage_ddof advantage_eps "
-    "mask_truncated resample_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
+    "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
     "reward_timeout find_failing num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
     UnpairedRule: "beta loss_type desirable_weight undesirable_weight",

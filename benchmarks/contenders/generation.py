@@ -2,7 +2,9 @@
 rollout at a time. So every process is a fresh one for its first rollout, and no one's memory is in another's way.
 
 All have the same random weights, the same prompts, other ones in each rollout, and draw from softmax(logits); all return
-the log-prob of every token. Fairness, where it is a choice: transformers runs as its users run it, with a cache that grows,
+the log-prob of every token. On a CPU there is a fourth: strop without its engine, whose rollouts are those of models that the engine cannot run.
+
+Fairness, where it is a choice: transformers runs as its users run it, with a cache that grows,
 its log-probs taken by a logits processor; vLLM runs inside its process, with its CUDA graphs and without a tokenizer.
 
 How completions end: what random weights draw never ends by itself. So one id, END, has its row of the LM head scaled until
@@ -134,6 +136,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the name, and what is bes
     "nemotron_h": ("Nemotron-H", {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16,
                                   "ssm_state_size": 16, "n_groups": 1, "head_dim": 16}),
     "lfm2": ("LFM2", {"layer_types": ["conv", "full_attention"]}),
+    "llama4_text": ("Llama 4", EXPERTS | {
+        "head_dim": 16, "intermediate_size_mlp": 128, "attention_chunk_size": 16, "no_rope_layers": [1, 0], "floor_scale": 16,
+        "num_experts_per_tok": 1,
+    }),
 }  # fmt: skip
 TINY_MODELS = [TINY] + [
     dataclasses.replace(TINY, name=f"tiny {name}", model_type=kind, shape=TINY.shape | shape)
@@ -168,8 +174,7 @@ def give_end(model: Any, probability: float) -> None:
     head_VH = model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(SEED)
     ids_BT = torch.randint(2, len(head_VH), (8, 64), generator=generator).to(head_VH.device)
-    hidden_NH = model.base_model(input_ids=ids_BT).last_hidden_state.flatten(0, 1)
-    logits_NV = (hidden_NH @ head_VH.T).float()
+    logits_NV = model(input_ids=ids_BT).logits.flatten(0, 1).float()
     end_N = logits_NV[:, END].double()
     logits_NV[:, END] = -torch.inf
     others_N = logits_NV.logsumexp(-1).double()
@@ -221,9 +226,23 @@ Rollouts = Callable[[Workload, int], list[int]]
 
 def strop_rollouts(model: Model) -> tuple[float, Rollouts]:
     from strop.models import as_policy
-    from strop.rollout import Sampling, generate
+
+    return 0.0, _rollouts_of(as_policy(make_model(model)))
+
+
+def fallback_rollouts(model: Model) -> tuple[float, Rollouts]:
+    """strop with the way of its rollouts that a model has which the engine cannot run."""
+    from strop.models import as_policy
+    from strop.rollout import decoding
 
     policy = as_policy(make_model(model))
+    policy.check_reading()
+    policy.rollout_engine = decoding.signature(policy.model, policy.sides), decoding._fallback(policy, "to measure it")
+    return 0.0, _rollouts_of(policy)
+
+
+def _rollouts_of(policy: Any) -> Rollouts:
+    from strop.rollout import Sampling, generate
 
     def run(workload: Workload, seed: int) -> list[int]:
         sampling = Sampling(max_new_tokens=workload.new_tokens, stop_ids=tuple(workload.stop_ids))
@@ -232,7 +251,7 @@ def strop_rollouts(model: Model) -> tuple[float, Rollouts]:
         assert [len(row) for row in rollout.logps] == [len(row) for row in rollout.completion_ids]
         return [len(row) for row in rollout.completion_ids]
 
-    return 0.0, run
+    return run
 
 
 class Recorder:
@@ -307,14 +326,20 @@ def vllm_rollouts(model: Model) -> tuple[float, Rollouts]:
     return seconds, run
 
 
-CONTENDERS = {"strop": strop_rollouts, "transformers": transformers_rollouts, "vLLM": vllm_rollouts}
+CONTENDERS = {
+    "strop": strop_rollouts,
+    "transformers": transformers_rollouts,
+    "fallback": fallback_rollouts,
+    "vLLM": vllm_rollouts,
+}
 
 
 def left_out(model: Model) -> dict[str, str]:
-    """Contenders that cannot take part, and why."""
+    """Contenders that do not take part, and why."""
+    without = {} if model.device == "cpu" else {"fallback": "it would take minutes"}
     if importlib.util.find_spec("vllm") is None:
-        return {"vLLM": "it is not installed"}
-    return {"vLLM": "it needs a GPU"} if model.device == "cpu" else {}
+        return without | {"vLLM": "it is not installed"}
+    return {"vLLM": "it needs a GPU"} if model.device == "cpu" else without
 
 
 # ---- a process of its own ----

@@ -30,6 +30,24 @@ def generation_summary(result: Result) -> str:
     return table(header, rows) + "\n" + _origin(result) + "\n"
 
 
+def families_table(result: Result) -> str:
+    """Return a line for each tiny model on a CPU: strop's engine, `generate`, and strop without its engine."""
+    header = ["model", "a rollout", "strop is faster than `generate` by", "than without its engine by"]
+    rows = []
+    for case in result["cases"]:
+        name = case["labels"]["model"].removeprefix("tiny ") + (
+            ", varied lengths" if case["labels"]["lengths"] == "varied" else ""
+        )
+        took = duration(case["contenders"]["strop"]["median_ns"])
+        rows.append([name, took, _faster(case, "transformers"), _faster(case, "fallback")])
+    labels = result["cases"][0]["labels"]
+    what = (
+        f"{labels['completions']} rollouts of {labels['new_tokens']} tokens after {labels['prompt_tokens']}, two layers, "
+        f"{labels['dtype']}.\n"
+    )
+    return table(header, rows) + "\n" + what + _origin(result) + "\n"
+
+
 def _work(case: dict[str, Any]) -> str:
     labels = case["labels"]
     most = "at most " if labels["lengths"] == "varied" else ""

@@ -13,6 +13,7 @@ SHORTER = (
     (r" \(relative error [^)]*\)| \(off by [^)]*\)", ""),
     (r"packed sequences \(.*\)$", "packed sequences"),
     (r"a cache of slots \(.*?\)(?=;|$)", "a cache of slots"),
+    (r"; told where they end, .*", ""),
     (r"; by .*", ""),
     (r"transformers' generate, prompts of one length together", "`generate` by length"),
     (r"transformers' generate", "`generate`"),

@@ -1,7 +1,8 @@
 """Rollouts alone: strop's engine against transformers' `generate` and vLLM, where that is installed.
 
 On a GPU in bfloat16 with the shapes of Qwen2-0.5B, SmolLM2-135M and Qwen2-7B and random weights: 8 prompts × 8 samples, full and
-varied lengths; 512 completions of very different lengths; prompts of 4,096 tokens. Without one a tiny Qwen2.
+varied lengths; 512 completions of very different lengths; prompts of 4,096 tokens. Without one a tiny model of each of
+today's families, and beside the others strop without its engine.
 
 Each contender is a process of its own, and they take turns. The limit that a rollout is held against: every weight read once for each
 token of the longest completion, at the bandwidth that a copy reaches here. The first rollout of a process is told apart: with

@@ -19,7 +19,8 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.sft import SFT
 from strop.config import OptimConfig
 from strop.training import trainer as trainer_module
-from strop.training.run import Phases, epoch_order
+from strop.training.run import Phases
+from strop.training.state import epoch_order
 from strop.training.trainer import Trainer, learning_rate_at
 
 ROWS = [{"prompt": [2 + i], "completion": [3 + i, 1]} for i in range(7)]

@@ -12,6 +12,7 @@ from benchmarks.contenders.generation import END, Failed, Made, Model, Workload 
 from benchmarks.harness import Method  # noqa: E402
 from benchmarks.pages import generation as page  # noqa: E402 (after the skip)
 from benchmarks.suites import generation  # noqa: E402
+from strop.rollout.decoding import description  # noqa: E402
 
 TINY = dataclasses.replace(contenders.TINY, shape=contenders.TINY.shape | {"vocab_size": 200, "hidden_size": 32})
 FULL = Workload(model=TINY, num_prompts=2, num_samples=3, prompt_tokens=4, new_tokens=6)
@@ -49,7 +50,7 @@ def in_this_process(monkeypatch):
 # ---- the contenders ----
 
 
-@pytest.mark.parametrize("name", ["strop", "transformers"])
+@pytest.mark.parametrize("name", ["strop", "transformers", "fallback"])
 def test_full_lengths_are_exact_and_varied_ones_have_the_mean_that_was_asked_for(name):
     _, run = contenders.CONTENDERS[name](TINY)
     assert run(FULL, 0) == [6] * 6
@@ -128,7 +129,7 @@ def test_a_contender_in_its_own_process(tmp_path):
 def test_what_is_recorded(in_this_process):
     full, varied = generation.cases([FULL, VARIED])
     found = full.measure(Method(rounds=3))
-    assert list(found["contenders"]) == ["strop", "transformers"]
+    assert list(found["contenders"]) == ["strop", "transformers", "fallback"]
     assert found["labels"]["left_out"] == contenders.left_out(TINY)
     facts = found["contenders"]["strop"]
     assert facts["samples_ns"] == [36 / 1e4 * 1e9] * 3
@@ -148,11 +149,11 @@ def test_processes_are_shared_by_the_workloads_of_a_model_and_closed_after_them(
     other = dataclasses.replace(TINY, name="another")
     cases = generation.cases([FULL, VARIED, dataclasses.replace(FULL, model=other)])
     cases[0].measure(Method(rounds=3))
-    assert [side.open for side in started] == [True, False, True]  # two of strop's: one for the kernels on disk
+    assert [side.open for side in started] == [True, False, True, True]  # two of strop's: one for the kernels on disk
     cases[1].measure(Method(rounds=3))
-    assert [side.open for side in started] == [False] * 3
+    assert [side.open for side in started] == [False] * 4
     cases[2].measure(Method(rounds=3))
-    assert len(started) == 6
+    assert len(started) == 8
     assert not any(side.open for side in started)
 
 
@@ -162,7 +163,7 @@ def test_a_peer_that_fails_is_left_out_and_why_is_told(in_this_process):
     failing.append(VARIED)
     assert "transformers" in full.measure(Method(rounds=3))["contenders"]
     found = varied.measure(Method(rounds=3))
-    assert list(found["contenders"]) == ["strop"]
+    assert list(found["contenders"]) == ["strop", "fallback"]
     assert found["labels"]["left_out"]["transformers"] == "OutOfMemoryError: too large"
 
 
@@ -187,9 +188,27 @@ def test_the_page(in_this_process):
     assert "Medians of 3 rollouts of each side" in text
     short = page.generation_summary(result)
     assert "| tiny Qwen2, 6 × 6 tokens after 4, float32 | strop | 3.6 ms |  |" in short
+    families = page.families_table(result)
+    assert "| Qwen2 | 3.6 ms | no difference 1× [1, 1] | no difference 1× [1, 1] |" in families
+    assert "| Qwen2, varied lengths |" in families
+    assert "6 rollouts of 6 tokens after 4" in families
     header, rows = generation.summary(measured)
     assert len(header) == len(rows[0]) == 7
     assert rows[0][-1] == "0.004 s"
+
+
+def test_the_fallback_is_no_engine(in_this_process):
+    policies = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contenders, "_rollouts_of", policies.append)
+        contenders.fallback_rollouts(TINY)
+    assert description(policies[0]) == "hf, transformers' generate: to measure it"
+
+
+def test_workloads_on_a_cpu_are_a_tiny_model_of_each_family():
+    names = {workload.model.name for workload in contenders.ON_A_CPU}
+    assert names == {"tiny Qwen2", *(f"tiny {name}" for name, _ in contenders.FAMILIES.values())}
+    assert {"tiny gpt-oss", "tiny DeepSeek V3", "tiny Llama 4", "tiny Qwen3-Next", "tiny Falcon-H1"} < names
 
 
 def test_workloads_are_those_of_the_issue():

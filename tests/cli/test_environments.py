@@ -143,3 +143,27 @@ def test_a_preference_is_asked_of_conversations(capsys, tmp_path, chatting):
 def test_sft_refuses_an_environment(tmp_path, capsys):
     assert run("train", "sft", "--model", "moe:tiny", "--task", "sorting", "--environment", GUESS) == 1
     assert "environment must not be given: sft has none" in capsys.readouterr().err
+
+
+def test_an_agent_by_name(tmp_path, capsys):
+    """Rows and tokenizer come from the function's attributes; eval files of an environment are refused beside it."""
+    (tmp_path / "agent.py").write_text(
+        f"import json, sys, urllib.request\nsys.path.insert(0, {str(ROOT / 'examples/environments')!r})\n"
+        "from guess import GuessANumber\n"
+        "def play(row, client):\n"
+        "    body = json.dumps({'prompt': '2D?'}).encode()\n"
+        "    head = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + client.api_key}\n"
+        "    with urllib.request.urlopen(urllib.request.Request(client.base_url + '/completions', body, head)) as answer:\n"
+        "        return {'long': float(len(json.load(answer)['choices'][0]['text']))}\n"
+        "play.rows, play.tokenizer = GuessANumber.rows, GuessANumber.tokenizer\n"
+    )
+    agent = f"{tmp_path / 'agent.py'}:play"
+    few = ["--num-steps", 2, "--eval-every", 2, "--batch-size", 2, "--group-size", 2, "--max-new-tokens", 2, "--quiet"]
+    words = ["train", "grpo", "--model", "moe:tiny", "--agent", agent, "--output", tmp_path / "run", *few]
+    assert run(*words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert any("eval/agent/long" in line for line in lines)
+    assert run(*words, "--environment", GUESS, "--overwrite") != 0
+    assert "environment and tools must be None with an agent" in capsys.readouterr().err
+    assert run("train", "online-dpo", "--model", "moe:tiny", "--agent", agent) != 0
+    assert "agent must not be given: online-dpo has none" in capsys.readouterr().err

@@ -28,6 +28,11 @@ def reward(completions):
     return [float((ids * torch.arange(1, len(ids) + 1)).sum() % 7) for ids in completions]
 
 
+def sometimes(completions, prompts):
+    """Without signal for prompts of an odd length, whose places are filled by further prompts."""
+    return [given * (len(prompt) % 2 == 0) for given, prompt in zip(reward(completions), prompts, strict=True)]
+
+
 class Dropping(torch.nn.Module):
     """Draws random numbers in its forward: a resumed run needs the state of each process's generator."""
 
@@ -48,8 +53,9 @@ def sft(**options):
 
 def grpo(**options):
     model = qwen2(eos_token_id=EOS).double()
-    more = {"group_size": 3, "max_new_tokens": 5, "kl_coef": 0.05, "old_logps": "rollout", "samples_every": 1}
-    return GRPO(model=model, reward_fn=reward, **more, **OPTIONS, **options)
+    more = {"group_size": 3, "max_new_tokens": 5, "kl_coef": 0.05, "old_logps": "rollout", "samples_every": 1,
+            "fill_batch": True, "num_eval_samples": 2}  # fmt: skip
+    return GRPO(model=model, reward_fn=sometimes, **more, **OPTIONS, **options)
 
 
 def lora(**options):
@@ -73,7 +79,7 @@ MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop, "ahead": ahead}
 
 def train(case, shard, folder, num_steps, resume):
     trainer = MAKERS[case](shard=shard, save_every=1)
-    held_out = ROWS[:4] if case == "sft" else None
+    held_out = ROWS[:4] if case in ("sft", "grpo") else None
     trainer.train(ROWS, eval_dataset=held_out, num_steps=num_steps, output_dir=folder, resume=resume, progress=False)
     return trainer
 

@@ -116,7 +116,7 @@ def test_each_process_has_random_numbers_of_its_own_and_weights_are_written_once
 
 def test_only_the_first_process_writes(folder):
     run = folder / "grpo-full-2"
-    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 4]
     assert {entry["step"] for entry in read_metrics(run / "samples.jsonl")} == {1, 2, 3, 4}
     about = json.loads((run / "run.json").read_text())
     assert (about["num_processes"], about["config"]["run"]["shard"]) == (2, "full")

@@ -449,3 +449,28 @@ def test_nothing_is_kept_of_trajectories_that_ended(monkeypatch):
     Player(Echo, Watching(policy), policy, TurnsConfig())(ROWS, SAMPLING, 2, 0)
     assert kept[0][1] == set(range(6))
     assert kept[-1][0] == {}
+
+
+def test_threads_and_event_loops_of_a_pool_end(monkeypatch):
+    import asyncio
+    import gc
+
+    from strop.environments import pool as module
+
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.1)
+    before = set(threading.enumerate())
+    pool = module.Pool(8)
+
+    async def later():
+        await asyncio.sleep(0.01)
+
+    for _ in range(20):
+        pool.submit(time.sleep, 0.001).result()
+    pool.submit(later).result()
+    ours = set(threading.enumerate()) - before
+    assert len(ours) == 2  # one call at a time needs one thread, and there is the event loop
+    del pool
+    gc.collect()
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()

@@ -2,12 +2,18 @@
 
 import asyncio
 import functools
+import gc
 import json
+import os
+import resource
+import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 import torch
+from chat_templates import tokenizer as of_template
 from games import Echo, OfIds
 from tiny_models import llama, moe
 from tiny_tokenizers import CHATML, hugging_face
@@ -16,10 +22,12 @@ from trained_models import tiny_moe, weights_of
 from strop import GRPO
 from strop.data.batch import TokenBatch
 from strop.environments import Environment, EnvironmentFailure, Player, Turn, TurnsConfig
-from strop.environments.recorder import Recorder
+from strop.environments.recorder import Episode, Recorder
 from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout import Sampler, Sampling
+from strop.rollout.sampling_queue import Ticket
+from strop.rollout.served_model import ToolCall
 
 pytest.importorskip("starlette")
 ROWS = [{"prompt": "ab"}, {"prompt": "dab"}, {"prompt": "f"}]
@@ -432,3 +440,274 @@ def test_an_agent_that_blocks_the_event_loop_is_late():
             record(blocking, rows=ROWS[:1], environment_timeout=0.5)
     finally:
         module.GRACE = before
+
+
+# ---- streams, tools, grammars ----
+
+
+def streamed(client, messages, **options):
+    """The text of a streamed answer and the finish reason."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {client.api_key}"}
+    body = json.dumps({"messages": messages, "stream": True, **options}).encode()
+    request = urllib.request.Request(f"{client.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line.removeprefix(b"data: ").strip() for line in answer if line.startswith(b"data: ")]
+    assert lines.pop() == b"[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return "".join(one["delta"].get("content") or "" for one in choices), choices[-1]["finish_reason"]
+
+
+def test_streams_are_recorded_as_whole_answers_are():
+    def agent(row, client):
+        game, total = Chatty(), 0.0
+        messages = game.reset(row)
+        while True:
+            text, finish = streamed(client, messages)
+            turn = game.step(text)
+            total += turn.reward
+            if turn.done or finish == "length":
+                return total
+            messages = [*messages, {"role": "assistant", "content": text}, *turn.messages]
+
+    sampling = Sampling(max_new_tokens=40)
+    model = chat_moe()
+    found, wanted = (record(one, model, num_samples=3, sampling=sampling) for one in (agent, chatting))
+    assert_same(found, wanted)
+    assert any(len(one.completion_ids) > 40 for one in found)
+
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}  # fmt: skip
+
+
+def test_tool_calls_and_their_results_are_joined():
+    tokens = of_template("qwen")
+    policy = as_policy(llama(eos_token_id=tokens.eos_token_id, vocab_size=len(tokens), max_length=600), tokens)
+
+    def agent(row, client):
+        messages = [USER]
+        for turn in range(3):
+            message = chat(client, messages, tools=[ADD], tool_choice="auto")["message"]
+            (call,) = message["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 7})
+            result = {"role": "tool", "tool_call_id": call["id"], "content": f"result {turn}"}
+            messages += [message, result, {**result, "content": "and"}]
+        return 1.0
+
+    recorder = Recorder(agent, Sampler(policy), policy, TurnsConfig())
+    recorder.served.parse_calls = lambda reply: [ToolCall("add", {"a": 7})]
+    for one in recorder(ROWS[:1], SAMPLING, 2, 0):
+        assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)
+        text = tokens.decode(one.ids_T)
+        given = tokens.decode(one.ids_T[~one.loss_mask_T])
+        assert text.count("<tools>") == 1 or text.count('"name": "add"') == 1
+        assert [given.count(f"<tool_response>\nresult {turn}\n</tool_response>") for turn in range(3)] == [1, 1, 0]
+        assert given.count("<tool_response>\nand\n</tool_response>") == 2
+
+
+def test_other_tools_begin_a_further_sequence():
+    tokens = of_template("qwen")
+    policy = as_policy(llama(eos_token_id=tokens.eos_token_id, vocab_size=len(tokens), max_length=600), tokens)
+
+    def agent(row, client):
+        first = chat(client, [USER], tools=[ADD])["message"]
+        chat(client, [USER, first, USER])
+        return 1.0
+
+    recorder = Recorder(agent, Sampler(policy), policy, TurnsConfig())
+    assert [one.info["agent/sequences"] for one in recorder(ROWS[:1], SAMPLING, 2, 0)] == [2, 2]
+
+
+def test_json_mode_draws_by_its_grammar_and_trains_on_the_policys_own_log_probs():
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    tokens = of_template("qwen")
+    model = llama(eos_token_id=tokens.eos_token_id, vocab_size=len(tokens), max_length=600)
+    seen = []
+
+    def agent(row, client):
+        format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        said = json.loads(chat(client, [USER], response_format=format, max_tokens=60)["message"]["content"])
+        return float(said["a"])
+
+    trainer = GRPO(model=model, tokenizer=tokens, agent=agent, group_size=8, kl_coef=0.0, max_new_tokens=100, seed=1)
+    learn = trainer.learn
+    trainer.learn = lambda trajectories, batch: (seen.extend(trajectories), learn(trajectories, batch))[1]
+    metrics = trainer.train_step(ROWS[:1])
+    assert {one.reward for one in seen} == {1.0, 2.0}
+    assert (metrics["ratio/mean"], metrics["ratio/max"]) == pytest.approx((1.0, 1.0), abs=1e-5)
+    for one in seen:
+        assert one.old_logps_t.sum() < one.rollout_logps_t.sum() - 10  # few tokens were allowed
+
+
+# ---- hostile agents ----
+
+
+def raw(client, data=b"{}", path="/chat/completions", **headers):
+    """The status of a request as it is."""
+    head = {"Content-Type": "application/json", "Authorization": f"Bearer {client.api_key}", **headers}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, head), timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (ConnectionError, urllib.error.URLError):  # the server closed the connection while it was written to
+        return 413
+
+
+def test_hostile_requests_are_refused_and_harm_nobody():
+    body = json.dumps({"messages": [USER], "max_tokens": 2}).encode()
+
+    def hostile(row, client):
+        found = [
+            raw(client, body, Authorization="Bearer other"), raw(client, body, Authorization="Basic eDp5"),
+            raw(client, body, Host="evil.example"), raw(client, body, Origin="http://evil.example"),
+            raw(client, body, **{"Content-Type": "text/plain"}), raw(client, b"{"), raw(client, b"[1]"),
+            raw(client, b'{"messages": ' + b"[" * 100_000), raw(client, body, path="/embeddings"),
+            raw(client, json.dumps({"messages": [{"role": "user", "content": "a" * 10_000_000}]}).encode()),
+        ]  # fmt: skip
+        assert found == [401, 401, 403, 403, 415, 400, 400, 400, 404, 413]
+        assert raw(client, json.dumps({"messages": [{"role": "user", "content": "a" * 900_000}]}).encode()) == 400
+        return chatting(row, client)
+
+    found = record(hostile, num_samples=2)
+    assert_same(found, record(chatting, num_samples=2))
+
+
+def test_two_hundred_connections_and_answers_that_nobody_reads():
+    def crowd(row, client):
+        host, port = client.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(200)]
+        body = json.dumps({"messages": [USER], "stream": True, "max_tokens": 100}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {client.api_key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        for one in idle[:50]:
+            one.sendall(head.encode() + body)
+        for one in idle[:20]:
+            assert one.recv(20).startswith(b"HTTP/1.1 200")
+        for one in idle:  # in the middle of the stream, or before its beginning
+            one.close()
+        return chatting(row, client)
+
+    found = record(crowd, rows=ROWS[:1], num_samples=1, sampling=Sampling(max_new_tokens=100))
+    assert found[0].info["agent/calls"] >= 1
+    lengths = {len(part.rollout_logps_t) == part.num_loss_tokens for one in found for part in (one, *one.others)}
+    assert lengths == {True}
+
+
+def test_a_thousand_episodes_leave_nothing_behind():
+    """Memory, threads and descriptors after 1,000 episodes are those after 100."""
+    policy = as_policy(chat_moe(), chat_tokenizer())
+
+    async def both(row, client):
+        await asyncio.to_thread(chat, client, [USER], max_tokens=2)
+        return 1.0
+
+    def once(row, client):
+        chat(client, [USER], max_tokens=2)
+        return 1.0
+
+    recorders = [Recorder(agent, Sampler(policy), policy, TurnsConfig()) for agent in (both, once)]
+    for recorder in recorders:
+        recorder.pool.size = 50
+
+    def held():
+        gc.collect()
+        objects = sum(type(one) in (Episode, Ticket, torch.Tensor) for one in gc.get_objects())
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), objects
+
+    def episodes(number):
+        for seed in range(number // 100):
+            for recorder in recorders:
+                assert len(recorder(ROWS[:1], SAMPLING, 50, seed)) == 50
+                assert not recorder.endpoint.episodes
+
+    episodes(200)
+    before, memory = held(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    episodes(1000)
+    after = held()
+    assert all(now <= then + 5 for then, now in zip(before, after, strict=True)), (before, after)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 20_000  # kilobytes
+
+
+def test_the_endpoint_stops_with_its_recorder():
+    policy = as_policy(chat_moe(), chat_tokenizer())
+    recorder = Recorder(chatting, Sampler(policy), policy, TurnsConfig())
+    recorder(ROWS[:1], SAMPLING, 1, 0)
+    url = recorder.endpoint.url
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{url}/v1/models", timeout=20)
+    assert urllib.request.urlopen(f"{url}/health", timeout=20).status == 200
+    del recorder
+    gc.collect()
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(f"{url}/health", timeout=20)
+
+
+# ---- runs ----
+
+
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path):
+    """Two steps, and one step with a checkpoint and another one; agents run in threads, in whatever order."""
+
+    def trainer():
+        return GRPO(
+            model=chat_moe(), tokenizer=chat_tokenizer(), agent=chatting, group_size=4, kl_coef=0.0, max_new_tokens=12,
+            learning_rate=1e-2, batch_size=2, seed=5,
+        )  # fmt: skip
+
+    whole, first = trainer(), trainer()
+    whole.train(ROWS, num_steps=3)
+    first.train(ROWS, num_steps=2)
+    first.save(tmp_path / "grpo.pt")
+    second = GRPO.from_checkpoint(tmp_path / "grpo.pt", tokenizer=chat_tokenizer(), agent=chatting)
+    second.train(ROWS, num_steps=3)
+    assert weights_of(second).equal(weights_of(whole))
+    assert not weights_of(second).equal(weights_of(first))
+
+
+def test_a_rollout_server_samples_for_agents(tmp_path):
+    """The same conversations by another process's weights: recorded ids are those of the server."""
+    from strop.rollout.openai_server import OpenAIServer
+    from strop.rollout.served_model import ServedModel
+
+    policy = as_policy(chat_model(), chat_tokenizer())
+    served = ServedModel(policy, "policy", sync_folder=tmp_path)
+    server = OpenAIServer(served, allow_sync=True).start()
+    try:
+        trainer = GRPO(
+            model=chat_model(), tokenizer=chat_tokenizer(), agent=chatting, group_size=4, kl_coef=0.0, max_new_tokens=12,
+            learning_rate=1e-2, rollout_server=server.url, sync_folder=str(tmp_path),
+        )  # fmt: skip
+        for _ in range(2):
+            metrics = trainer.train_step(ROWS)
+            assert metrics["agent/calls"] > 1
+            assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+            assert metrics["mismatch_kl"] < 1e-6
+    finally:
+        server.stop()
+        served.close()
+
+
+def test_the_endpoint_takes_the_openai_package():
+    openai = pytest.importorskip("openai")
+
+    async def agent(row, client):
+        messages, total = Chatty().reset(row), 0.0
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as model:
+            for turn in range(2):
+                made = await model.chat.completions.create(
+                    model="gpt-4o", messages=messages, max_completion_tokens=12, logprobs=True, top_logprobs=2
+                )
+                message = made.choices[0].message
+                total += len(made.choices[0].logprobs.content)
+                messages = [*messages, message.model_dump(), {"role": "user", "content": str(turn)}]
+            stream = await model.chat.completions.create(model="gpt-4o", messages=messages, stream=True)
+            async for piece in stream:
+                total += len(piece.choices[0].delta.content or "")
+        return total
+
+    for one in record(agent, chat_moe(), rows=ROWS[:1]):
+        assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)

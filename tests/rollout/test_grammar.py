@@ -1,20 +1,27 @@
 """JSON mode of the server: replies match their schema, and are drawn from the model's distribution over what is allowed."""
 
+import copy
 import json
+import re
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
+from chat_templates import PEERS, TEMPLATES, real_tokenizer
 from chat_templates import tokenizer as tokenizer_of
 
 from strop.data.batch import TokenBatch, Trajectory
+from strop.environments.tools import parser_of
 from strop.models import as_policy
 from strop.moe.torch import MoEForCausalLM
 from strop.rollout import decoding, grammar, native, plain, transformers_generate
 from strop.rollout.grammar import Grammars, allowed_bits, restricted
 from strop.rollout.openai_requests import parse_chat_request, parse_text_request
+from strop.rollout.openai_server import OpenAIServer
 from strop.rollout.sampling import Sampling, uniforms
 from strop.rollout.sampling_queue import SamplingQueue, SamplingRequest
-from strop.rollout.served_model import RequestError, ServedModel
+from strop.rollout.served_model import RequestError, ServedModel, ToolCall
 from strop.tasks import CharTokenizer
 from tests.trained_models import tiny_moe
 
@@ -177,7 +184,7 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(served, monkeypatch):
     pieces = []
     tickets = [served.queue.submit(failing, lambda *piece: pieces.append(piece))]
     tickets += [served.queue.submit(one) for one in (fine, free)]
-    with pytest.raises(RuntimeError, match="too complex"):
+    with pytest.raises(ValueError, match="too complex"):
         tickets[0].result(60)
     assert not pieces
     assert [one.result(60)[0].ids for one in tickets[1:]] == alone
@@ -222,3 +229,208 @@ def test_what_json_mode_cannot_do_is_refused(served):
             parse_text_request({"prompt": "1", "response_format": {"type": "json_object"}}, letters)
     finally:
         letters.close()
+
+
+# ---- forced calls ----
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+        "type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"],
+        "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "stop", "description": "Stop."}},
+]  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "add"}}
+ASKED = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 300, "seed": 1, "tools": TOOLS}
+CALLS = {"qwen": tokenizer_of, "llama": tokenizer_of, "qwen2_5": real_tokenizer, "qwen3_instruct_2507": real_tokenizer,
+         "llama3_1": real_tokenizer}  # fmt: skip
+
+
+def tiny(tokenizer):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return as_policy(model, tokenizer)
+
+
+def calling(tokenizer):
+    def parse(reply):
+        calls = parser_of(tokenizer)(reply)
+        return [] if any(call.error for call in calls) else [ToolCall(call.name, call.arguments) for call in calls]
+
+    return ServedModel(tiny(tokenizer), "tiny", parse_calls=parse)
+
+
+@pytest.fixture(scope="module", params=[name for name in CALLS if name in TEMPLATES or PEERS.is_dir()])
+def caller(request):
+    tokenizer = copy.deepcopy(CALLS[request.param](request.param))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # single tokens, as in Qwen's own tokenizer
+    served = calling(tokenizer)
+    server = OpenAIServer(served).start()
+    yield served, server.url, request.param.startswith("llama")
+    server.stop()
+    served.close()
+
+
+def post(url, body):
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]["message"]
+
+
+def check_call(function):
+    arguments = json.loads(function["arguments"])
+    if function["name"] == "stop":
+        assert arguments == {}
+        return
+    assert function["name"] == "add"
+    assert arguments.keys() == {"a", "b"}
+    assert arguments["a"] in (1, 2)
+    assert isinstance(arguments["b"], bool)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_a_call_whatever_the_model_is(caller, choice, stream):
+    _, url, single = caller
+    names = set()
+    for seed in range(4):
+        status, text = post(url, {**ASKED, "tool_choice": choice, "stream": stream, "seed": seed})
+        assert status == 200, text
+        if stream:
+            pieces = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+            assert all(not piece["choices"][0]["delta"].get("content") for piece in pieces)
+            found = pieces[-1]["choices"][0]
+            message = found["delta"]
+            assert [call["index"] for call in message["tool_calls"]] == list(range(len(message["tool_calls"])))
+        else:
+            (found,) = json.loads(text)["choices"]
+            message = found["message"]
+        assert found["finish_reason"] == "tool_calls"
+        assert not message["content"]
+        for call in message["tool_calls"]:
+            check_call(call["function"])
+            names.add(call["function"]["name"])
+        if single or choice == NAMED:
+            assert len(message["tool_calls"]) == 1
+    assert names <= ({"add", "stop"} if choice == "required" else {"add"})
+
+
+def test_several_calls_are_allowed_unless_told_otherwise(caller):
+    served, _, single = caller
+    found = {}
+    for parallel in (True, False):
+        body = {**ASKED, "tool_choice": "required", "parallel_tool_calls": parallel, "n": 24, "max_tokens": 3000}
+        asked = parse_chat_request(body, served)
+        replies = [served.parse_calls(served.decode(one.ids, special_tokens=True)) for one in answers(served, asked)]
+        assert all(replies)
+        found[parallel] = {len(calls) for calls in replies}
+    assert found[False] == {1}
+    assert max(found[True]) == 1 if single else max(found[True]) > 1
+
+
+def test_a_forced_call_is_what_the_template_writes(caller):
+    """The forced text is the template's own rendering of the calls, except for blanks in the arguments."""
+    served, _, _ = caller
+    tokenizer = served.policy.tokenizer
+    body = {**ASKED, "tool_choice": "required", "temperature": 1, "seed": 3}
+    asked = parse_chat_request(body, served)
+    (one,) = answers(served, asked)
+    reply = tokenizer.decode(one.ids)
+    calls = [{"type": "function", "function": vars(call)} for call in served.parse_calls(reply)]
+    options = {"tools": TOOLS, "tokenize": False}
+    prompt = tokenizer.apply_chat_template(asked.given[0], add_generation_prompt=True, **options)
+    assert served.decode(asked.prompts[0], special_tokens=True) == prompt
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    whole = tokenizer.apply_chat_template([*asked.given[0], said], **options)
+    reply = reply.removesuffix(tokenizer.eos_token)
+    assert re.sub(r"\s", "", whole).startswith(re.sub(r"\s", "", prompt + reply))
+    added = [token for token in one.ids if token in tokenizer.added_tokens_decoder]
+    again = [
+        token for token in tokenizer.encode(reply, add_special_tokens=False) if token in tokenizer.added_tokens_decoder
+    ]
+    assert [token for token in added if token != tokenizer.eos_token_id] == again  # tags are single tokens
+
+
+def test_a_forced_call_that_is_cut_is_text(caller):
+    _, url, _ = caller
+    status, text = post(url, {**ASKED, "tool_choice": NAMED, "max_tokens": 3})
+    (found,) = json.loads(text)["choices"]
+    assert (status, found["finish_reason"]) == (200, "length")
+    assert "tool_calls" not in found["message"]
+
+
+def test_forced_calls_and_free_text_are_decoded_together(caller):
+    served, _, _ = caller
+    bodies = [
+        {**ASKED, "tool_choice": NAMED},
+        ASKED,
+        {**ASKED, "tool_choice": "required"},
+        {**CHAT, "tool_choice": "none"},
+    ]
+    alone = [answers(served, parse_chat_request(body, served))[0].ids for body in bodies]
+    requests = [parse_chat_request(body, served).sampling_requests(served)[0] for body in bodies]
+    tickets = [served.queue.submit(request) for request in requests]
+    assert [ticket.result(60)[0].ids for ticket in tickets] == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tool_choice": "always"}, 'tool_choice must be "auto", "none", "required" or a function'),
+        ({"tool_choice": 5}, "tool_choice must be"),
+        ({"tool_choice": {}}, "with the name of one"),
+        ({"tool_choice": {"type": "function", "function": "add"}}, "with the name of one"),
+        ({"tool_choice": {"type": "custom", "function": {"name": "add"}}}, "must be of type function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "must name one of the tools, found 'sub'"),
+        ({"tool_choice": "required", "tools": None}, "tools must be given for tool_choice 'required'"),
+        ({"tool_choice": NAMED, "tools": []}, "tools must be given"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "must be text where a call is forced"),
+        ({"tool_choice": "required", "logprobs": True, "top_logprobs": 2}, "top_logprobs must be 0 with a forced call"),
+        ({"parallel_tool_calls": False}, "must be true where no call is forced"),
+        ({"parallel_tool_calls": 0}, "must be true or false"),
+        ({"tool_choice": "required", "messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "a b"}}]}, "letters, digits and _.-"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": 5}}]}, "that are a JSON schema"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"type": "no"}}}]}, "can be followed"),
+        (
+            {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"$ref": "http://x/y"}}}]},
+            "tools must have a schema that can be followed",
+        ),
+    ],
+)  # fmt: skip
+def test_forced_calls_that_cannot_be_are_refused(caller, changes, says):
+    _, url, _ = caller
+    status, told = post(url, {**ASKED, **changes})
+    assert status == 400, told
+    assert says in told
+
+
+@pytest.mark.skipif(not PEERS.is_dir(), reason="make has not laid TRL's templates into this environment")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("glm4moe", "does not write the arguments of calls as JSON"), ("lfm2", "does not write calls")],
+)
+def test_a_format_without_a_grammar_is_refused_with_the_reason(name, why):
+    served = calling(real_tokenizer(name))
+    try:
+        with pytest.raises(RequestError, match=f"tool_choice must be auto or none: the model's chat template {why}"):
+            parse_chat_request({**ASKED, "tool_choice": "required"}, served)
+    finally:
+        served.close()
+
+
+def test_calls_that_the_parser_cannot_read_are_refused(served):
+    tokenizer = tokenizer_of("qwen")
+    other = ServedModel(tiny(tokenizer), "tiny", parse_calls=lambda reply: [])
+    try:
+        with pytest.raises(RequestError, match="calls of this chat template cannot be read"):
+            parse_chat_request({**ASKED, "tool_choice": "required"}, other)
+    finally:
+        other.close()

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from chat_templates import tokenizer as tokenizer_of
 from tiny_models import llama
 from tiny_tokenizers import hugging_face
 
@@ -174,6 +175,7 @@ CHATS = {
     "a forced call": b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}',
     "a named call": b'{"messages": [{"role": "user", "content": "a"}], '
     b'"tool_choice": {"type": "function", "function": {"name": "f"}}}',
+    "a call forced by a number": b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": 5}',
     "tools without names": b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}',
     "deep tools": b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f", "a": '
     + deep(b"[", b"]", 900)
@@ -421,3 +423,87 @@ def test_calls_of_tools_that_cannot_be_read_stay_text():
     for text in ("<tool_call>", "<tool_call>{</tool_call>", f"<tool_call>{deep}</tool_call>", "</tool_call>"):
         assert all(call.error for call in parse(text))
     assert ToolCall("f", {}).name == "f"
+
+
+# ---- grammars ----
+
+
+@pytest.fixture(scope="module")
+def caller():
+    pytest.importorskip("llguidance")
+    tokenizer = tokenizer_of("qwen")
+    policy = as_policy(llama(vocab_size=len(tokenizer), scale=4.0, max_position_embeddings=8192), tokenizer)
+
+    def parse(reply):
+        return [ToolCall(call.name, call.arguments) for call in parser_of(tokenizer)(reply) if not call.error]
+
+    model = ServedModel(policy, "tiny", parse_calls=parse)
+    running = OpenAIServer(model).start()
+    yield running
+    running.stop()
+    model.close()
+
+
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+SCHEMAS = {
+    "nothing": {},
+    "a type that is none": {"type": "no"},
+    "a type that is a number": {"type": 5},
+    "properties that are a list": {"type": "object", "properties": [1]},
+    "another machine": {"$ref": "http://evil.example/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "a schema of itself": {"$ref": "#"},
+    "two schemas of one another": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "100 levels": nested(100),
+    "an enum of 50,000 texts": {"enum": [f"{i:06d}" for i in range(50_000)]},
+    "5,000 properties": {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(5_000)}},
+    "all of 500": {"allOf": [{"type": "object", "properties": {f"a{i}": {"type": "integer"}}} for i in range(500)]},
+    "any of any of any": {"anyOf": [{"anyOf": [{"anyOf": [{"type": "string"}] * 30}] * 30}] * 30},
+    "a pattern that explodes": {"type": "string", "pattern": "^(a|a?)+$"},
+    "a pattern of 10^5 times 10^5": {"type": "string", "pattern": "^((a{100000}){100000})$"},
+    "a pattern that is none": {"type": "string", "pattern": "((("},
+    "a text of 10^9 letters": {"type": "string", "minLength": 10**9},
+    "a list of 10^9": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
+    "a number from 10^300": {"type": "number", "minimum": 1e300, "maximum": 1.0000001e300},
+    "numbers that exclude one another": {"type": "integer", "minimum": 5, "maximum": 4},
+    "a multiple of a tiny number": {"type": "number", "multipleOf": 1e-300},
+    "an option of the library": {"type": "object", "x-guidance": {"whitespace_pattern": "(a|a?)+", "coerce_one_of": 5}},
+    "rules in a name": {"type": "object", "properties": {'"\nstart: /.*/\n"': {"type": "integer"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["reply", "call"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_are_followed_or_refused_in_time(caller, name, way):
+    """A reply may be cut by its length. Another client is answered meanwhile."""
+    schema = SCHEMAS[name]
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
+    if way == "reply":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    else:
+        body |= {"tools": [{"function": {"name": "f", "parameters": schema}}], "tool_choice": "required"}
+    data, status = json.dumps(body).encode(), []
+    asking = threading.Thread(target=lambda: status.append(post(caller, data, path=CHAT)[0]))
+    start = time.perf_counter()
+    asking.start()
+    assert exchange(caller, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert time.perf_counter() - start < SECONDS / 4
+    asking.join(SECONDS)
+    assert status
+    assert status[0] in (200, 400)
+    assert post(caller, b'{"prompt": [5, 6], "max_tokens": 1}')[0] == 200
+
+
+def test_a_thousand_tools_are_followed_or_refused_in_time(caller):
+    tools = [{"function": {"name": f"f{i}", "parameters": nested(5)}} for i in range(1000)]
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "tools": tools, "tool_choice": "required"}
+    start = time.perf_counter()
+    status, answer = post(caller, json.dumps(body).encode(), path=CHAT)
+    assert time.perf_counter() - start < SECONDS
+    assert status in (200, 400), answer

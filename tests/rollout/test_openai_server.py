@@ -179,7 +179,7 @@ def test_chat_goes_through_the_template(url, policy):
         ("/v1/completions", {"prompt": PROMPT, "min_tokens": 5}, 400, "min_tokens must be 0, found 5"),
         ("/v1/completions", {"prompt": PROMPT, "stream": "yes"}, 400, "stream must be true or false, found 'yes'"),
         ("/v1/completions", {"prompt": PROMPT, "response_format": {"type": "xml"}}, 400, "found 'xml'"),
-        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, 'tool_choice must be "auto" or "none"'),
+        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tools must be given for tool_choice 'required'"),
         ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{% for i in range(99999) %}"}}, 400,
          "chat_template_kwargs must be an object without a chat_template"),
         ("/v1/chat/completions", {"messages": HELLO, "continue_final_message": True}, 400,

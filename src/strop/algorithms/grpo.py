@@ -62,21 +62,40 @@ class GRPO(PolicyGradient):
     def resample(
         self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
     ) -> Metrics:
-        """Replace groups whose rewards are all equal, up to resample_rounds times; return their share before that."""
-        size = self.config.group_size
-        if not self.config.resample_rounds:
+        """Replace groups whose rewards are all equal; return their share before that.
+
+        Their prompts are sampled again up to resample_rounds times. Then, with fill_batch, further prompts take their places.
+        """
+        config, size = self.config, self.config.group_size
+        fill_rounds = config.fill_rounds if config.fill_batch else 0
+        if not config.resample_rounds + fill_rounds:
             return {}
         self.reward(trajectories)
-        metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
-        for attempt in range(1, self.config.resample_rounds + 1):
+        metrics: Metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
+        prompts, num_further = list(prompts), 0
+        for attempt in range(1, config.resample_rounds + fill_rounds + 1):
             again = without_signal(trajectories, size).nonzero().flatten().tolist()
-            if not self.of_all(again):  # all processes continue while one has to: they may share a server
+            everywhere = self.of_all([addresses[i] for i in again])
+            if not everywhere:  # all processes continue while one has to: they may share a server
                 break
+            if attempt > config.resample_rounds:
+                further = dict(zip(everywhere, self.further_prompts(len(everywhere)), strict=False))
+                again = [i for i in again if addresses[i] in further]
+                num_further += len(further)
+                for i in again:
+                    prompts[i] = further[addresses[i]]
             new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
             self.reward(new)
             for number, group in enumerate(again):
                 trajectories[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
-        return metrics
+        return metrics | ({"reward/further_prompts": float(num_further)} if fill_rounds else {})
+
+    def further_prompts(self, num_prompts: int) -> list[Trajectory]:
+        """Return the next prompts of the dataset, the same in every process; [] outside train()."""
+        found: list[Trajectory] = []
+        while len(found) < num_prompts and (more := self.run.take(self.config.run, num_prompts - len(found))):
+            found += more if isinstance(more[0], Trajectory) else self.prepare(more, "rows")
+        return found
 
     def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
         """Fill advantages_t; with importance_cap also importance_t."""

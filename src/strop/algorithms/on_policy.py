@@ -338,7 +338,7 @@ class PolicyGradient(OnPolicy):
         """Fill old_logps_t and ref_logps_t on the policy's device. The host does not wait for it."""
         trajectories = with_others(trajectories)
         with self.phase("score"), self.autocast(), torch.no_grad():
-            recomputes, reference = self.recomputes, self.reference
+            recomputes, reference = self.recomputes or self._constrained(trajectories), self.reference
             for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
                 if recomputes:
                     logps_n = self.policy.logps(batch, temperature=self.config.sampling.temperature)
@@ -351,6 +351,12 @@ class PolicyGradient(OnPolicy):
             if not recomputes:
                 for trajectory in trajectories:
                     trajectory.old_logps_t = trajectory.rollout_logps_t
+
+    def _constrained(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return whether an agent drew with a grammar, in any process, so that its log-probs are not the policy's own."""
+        if self.player is None or self.config.old_logps != "auto":
+            return False
+        return self.world.any(any(one.constrained for one in trajectories))
 
     def scoring_batches(self, trajectories: Sequence[Trajectory]) -> Iterator[tuple[list[Trajectory], TokenBatch]]:
         """Yield micro-batches and their tokens.

@@ -209,7 +209,7 @@ def _output(command: str, job: JobConfig) -> Path:
 def try_out(command: str, job: JobConfig, config: TrainerConfig) -> None:
     """Take one step and evaluate one batch; print their time and memory and estimate the run's. Nothing is written."""
     from strop.data.formats import Prepared
-    from strop.training.run import epoch_order
+    from strop.training.state import epoch_order
 
     trainer, rows, eval_rows = build(command, job, config)
     rows, run = trainer.prepared(rows), config.run

@@ -88,6 +88,9 @@ class GRPOConfig(PolicyGradientConfig):
     advantage_ddof      the std of advantages divides by n - ddof: 1 as TRL does, 0 as the paper says
     advantage_eps       added to the std of advantages: 1e-4 as TRL does, 0 as the paper says
     resample_rounds     how often prompts whose rewards are all equal are sampled again
+    fill_batch          replace prompts whose rewards are all equal by further prompts of the dataset, until every prompt of
+                        the batch has signal (DAPO's dynamic sampling, arXiv 2503.14476)
+    fill_rounds         with fill_batch: how often further prompts are drawn for a step, at most
     importance_cap      importance sampling for a sampler whose probabilities differ from the training forward's: weight the
                         policy term of each token by w = π_old/π_rollout, at most this cap, or within a pair (low, high).
                         π_old is then recomputed. None is off
@@ -102,6 +105,8 @@ class GRPOConfig(PolicyGradientConfig):
     advantage_ddof: int = count(1)
     advantage_eps: float = number(1e-4, 0)
     resample_rounds: int = count(0)
+    fill_batch: bool = False
+    fill_rounds: int = count(4, low=1)
     importance_cap: float | tuple[float, float] | None = None
     importance_mode: str = choice("truncate", ("truncate", "mask"))
     replay_routing: bool = False
@@ -125,6 +130,8 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError("replay_routing must be False with rollout_server, which does not name its experts")
         if self.replay_routing and self.run.compile:
             raise ValueError("replay_routing must be False with compile=True, found True")
+        if self.fill_batch and self.server.max_staleness:
+            raise ValueError("fill_batch must be False with max_staleness, which samples the next step's prompts ahead")
 
         if self.calls.on_reward_error == "leave_out" and self.turns.credit == "turn":
             raise ValueError('on_reward_error must be "raise" with credit="turn", found "leave_out"')
@@ -134,6 +141,8 @@ class GRPOConfig(PolicyGradientConfig):
     def without_effect(self) -> list[str]:
         idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
         told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
+        if self.fill_rounds != type(self).fill_rounds and not self.fill_batch:
+            told.append("fill_rounds has no effect: it is for fill_batch, found False")
         return told + super().without_effect()
 
     @functools.cached_property

@@ -60,6 +60,8 @@ class RunConfig(Config):
     num_epochs              training ends after this many passes over the data, if num_steps is 0
     seed                    seed of the data's order, of sampling and of the first LoRA weights
     shuffle                 every epoch has the rows in another order
+    curriculum              easy rows first in every epoch: a column of numbers, or file.py:function, which returns the
+                            difficulty of a row. Rows of equal difficulty keep the shuffled order
     autocast                "bf16" computes forward passes in bfloat16 and keeps weights in float32; None is off
     shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
     gradient_checkpointing  compute activations again in the backward pass: less memory, more time
@@ -79,6 +81,7 @@ class RunConfig(Config):
     num_epochs: int = count(1)
     seed: int = count(0)
     shuffle: bool = True
+    curriculum: str | None = None
     autocast: str | None = choice(None, ("bf16", None))
     shard: str = choice("none", ("none", "full"))
     gradient_checkpointing: bool = False

@@ -41,6 +41,7 @@ class Trajectory:
     finish           why sampling ended: "eos", "length", "turns" or "environment"; None if it was not sampled
     routing_TLk      experts chosen at each token by each of L routers, −1 where unknown; None if all are unknown
     version          version of the weights that sampled it; None if versions are not counted
+    constrained      True if a grammar restricted what could be drawn: old log-probs need a forward
     num_prompt       number of tokens of ids_T before the first completion
     row              the row of the dataset it came from: columns for reward functions
     shown            further columns for reward functions: the prompt as text, a conversation
@@ -64,6 +65,7 @@ class Trajectory:
     finish: str | None = None
     routing_TLk: torch.Tensor | None = None
     version: int | None = None
+    constrained: bool = False
     num_prompt: int = 0
     row: Row = field(default_factory=dict)
     shown: Row = field(default_factory=dict)

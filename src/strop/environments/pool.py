@@ -5,11 +5,14 @@ import concurrent.futures
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from strop.environments.base import is_async
 from strop.rewards import OutOfTime, time_limit
+
+IDLE_SECONDS = 5.0  # a thread without calls ends after this time
 
 
 class Late(Exception):
@@ -38,7 +41,10 @@ class Answer(concurrent.futures.Future[Any]):
 
 
 class Pool:
-    """Runs at most `size` calls at the same time, each for at most `timeout` seconds. Threads end with the program.
+    """Runs at most `size` calls at the same time, each for at most `timeout` seconds.
+
+    There are as many threads as there were calls of plain methods at the same time. Idle threads end, and the event
+    loop ends with the pool.
 
     A plain method that is late is stopped if it runs Python code, and abandoned if it waits in C
     (`strop.rewards.time_limit`). An `async def` that is late is cancelled. One that never awaits blocks all others;
@@ -48,7 +54,8 @@ class Pool:
     def __init__(self, size: int, timeout: float | None = None):
         self.size, self.timeout = size, timeout
         self._jobs: queue.SimpleQueue[tuple[Answer, Callable[..., Any], tuple[object, ...]]] = queue.SimpleQueue()
-        self._num_threads = 0
+        self._num_threads = self._num_calls = 0
+        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
 
@@ -57,9 +64,12 @@ class Pool:
         if is_async(function):
             answer.task = asyncio.run_coroutine_threadsafe(self._await(answer, function, arguments), self._event_loop())
             return answer
-        self._jobs.put((answer, function, arguments))
-        if self._num_threads < self.size:
-            self._num_threads += 1
+        with self._lock:
+            self._jobs.put((answer, function, arguments))
+            self._num_calls += 1
+            is_needed = self._num_threads < min(self._num_calls, self.size)
+            self._num_threads += is_needed
+        if is_needed:
             threading.Thread(target=self._work, daemon=True, name="environment").start()
         return answer
 
@@ -69,15 +79,27 @@ class Pool:
 
     def _work(self) -> None:
         while True:
-            answer, function, arguments = self._jobs.get()
-            start = time.perf_counter()
             try:
-                answer.settle(start, self._call(function, arguments))
+                answer, function, arguments = self._jobs.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if not self._jobs.empty():
+                        continue
+                    self._num_threads -= 1
+                    return
+            start = time.perf_counter()
+            value: object = None
+            error: BaseException | None = None
+            try:
+                value = self._call(function, arguments)
             except OutOfTime:
-                answer.settle(start, error=Late())
-            except BaseException as error:
-                answer.settle(start, error=error)
-            del answer, function, arguments
+                error = Late()
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._num_calls -= 1
+            answer.settle(start, value, error)
+            del answer, function, arguments, value, error
 
     def _call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> Any:
         if self.timeout is None:
@@ -101,6 +123,12 @@ class Pool:
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+            self._loop = loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(loop,), daemon=True, name="environments").start()
+            weakref.finalize(self, loop.call_soon_threadsafe, loop.stop).atexit = False
         return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

@@ -85,6 +85,11 @@ class Recorder:
         self._told: set[str] = set()
         self._chats: dict[str, tuple[Chat, bool]] = {}
 
+    @property
+    def is_remote(self) -> bool:
+        """True if servers sample."""
+        return isinstance(self.sampler, ServerSampler)
+
     @functools.cached_property
     def endpoint(self) -> "Endpoint":
         """The endpoint, started when it is first needed and stopped with this object."""
@@ -120,7 +125,7 @@ class Recorder:
                 answer.stop()
             self.queue.sampler = None  # it may hold the trainer, which the endpoint's thread must not keep alive
         self._warn(sampling)
-        name = decoding_name(self.sampler)
+        name = f"{'server' if self.is_remote else self.policy.kind}, by its endpoint for agents"
         return Rollout([episode.trajectory() for episode in episodes], time.perf_counter() - start, name)
 
     def _begin(self, episode: "Episode") -> Answer:
@@ -221,12 +226,6 @@ def calls_parser(tokenizer: Tokenizer | None) -> Callable[[str], list[ToolCall]]
     return parse_calls
 
 
-def decoding_name(sampler: Sampler) -> str:
-    """Return the name of the engine behind the endpoint, for `Rollout.engine`."""
-    kind = "server" if isinstance(sampler, ServerSampler) else sampler.policy.kind
-    return f"{kind}, by its endpoint for agents"
-
-
 # ---- one episode ----
 
 
@@ -237,6 +236,7 @@ class Conversation:
     heard    its messages in the form of `comparable`; empty for a text or ids
     text     all its text; "" for messages or ids
     finish   why its last call ended
+    constrained   True if a grammar restricted one of its calls
     busy     True while a call is being drawn
     """
 
@@ -244,7 +244,13 @@ class Conversation:
     heard: list[object] = field(default_factory=list)
     text: str = ""
     finish: str = ""
+    constrained: bool = False
     busy: bool = False
+
+    def trajectory(self, finish: str) -> Trajectory:
+        trajectory = self.dialogue.trajectory(finish)
+        trajectory.constrained = self.constrained
+        return trajectory
 
     def rest(self, asked: OpenAIRequest) -> Any:
         """Return what a request adds to this sequence; None if it does not continue it."""
@@ -334,8 +340,8 @@ class Episode:
         for name, found in (("prompt_logprobs", asked.prompt_logprobs), ("ignore_eos", asked.ignore_eos)):
             if found:
                 raise RequestError(f"{name} must be left out in training")
-        if asked.grammar is not None:
-            raise RequestError("response_format must be text in training, found another")
+        if asked.grammar is not None and self.recorder.is_remote:
+            raise RequestError("response_format must be text with a rollout_server, found another")
         given = {name for name in OF_TRAINER if getattr(asked.sampling, name) != getattr(self.sampling, name)}
         self.recorder.without_effect |= given
 
@@ -384,6 +390,7 @@ class Episode:
             conversation.heard = [*map(comparable, asked.given[0]), comparable(parse_message(said, "message"))]
         elif isinstance(asked.given[0], str):
             conversation.text = asked.given[0] + whole.text
+        conversation.constrained |= asked.grammar is not None
         self.num_calls += 1
         self.last, conversation.finish, conversation.busy = conversation, reason, False
 
@@ -391,10 +398,8 @@ class Episode:
         """Return the sequence of the last call, with all others of the episode and its numbers for metrics."""
         assert self.last is not None
         finish = "length" if self.last.finish == "length" else "environment"
-        parts = [
-            one.dialogue.trajectory(finish) for one in self.conversations if one.dialogue.spans and one is not self.last
-        ]
-        trajectory = self.last.dialogue.trajectory(finish)
+        parts = [one.trajectory(finish) for one in self.conversations if one.dialogue.spans and one is not self.last]
+        trajectory = self.last.trajectory(finish)
         trajectory.row, trajectory.failure, trajectory.others = self.row, self.failure, parts
         every = [trajectory, *parts]
         num_drawn = sum(one.num_loss_tokens for one in every)

@@ -187,19 +187,31 @@ def attention_of_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: R
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return attention [P, H, T, D] under a mask: True or 0 where a key is seen, False or −∞ where not."""
     if rule.sinks is not None:  # a zero key and a zero value, with the sink as its bias
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
         P, H, T = q.shape[:3]
-        bias = q.new_zeros(()).masked_fill(~mask, -torch.inf).expand(P, H, T, -1)
-        mask = torch.cat([bias, rule.sinks.to(q.dtype)[:, None, None].expand(P, -1, T, 1)], -1)
+        sinks_PHT1 = rule.sinks.to(q.dtype)[:, None, None].expand(P, -1, T, 1)
+        mask = torch.cat([_bias(mask, q.dtype).expand(P, H, T, -1), sinks_PHT1], -1)
     if not rule.softcap:
+        if q.shape[2] == 1 and mask.shape[1] == 1:  # the queries of one key head as tokens, which is faster
+            grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            out = scaled_dot_product_attention(grouped, k, v, mask, rule.dropout, scale=rule.scaling)
+            return out.flatten(1, 2).unsqueeze(2)
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
         )
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
     scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scaling / rule.softcap))
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    weights = (scores + _bias(mask, scores.dtype)).softmax(-1, dtype=torch.float32)
     return dropout(weights.to(q.dtype), rule.dropout) @ v
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask as numbers to add to scores."""
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
 def sdpa_without_plans() -> contextlib.AbstractContextManager[None]:
@@ -241,7 +253,7 @@ class Unsupported(Exception):
 
 HARMLESS = {"is_causal", "position_ids", "cache_position", "output_attentions", "use_cache", "output_hidden_states",
             "output_router_logits", "return_dict", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-            "max_length_k", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+            "max_length_k", "seq_idx", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 
 
 def attention(
@@ -292,11 +304,15 @@ def _attend(
     chunk: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    rule, (rules, are_known) = Rule(scaling, window, softcap, dropout, chunk, sinks), _rules.get()
+    rules, are_known = _rules.get()
     if are_known:
-        rule = replace(rules[layer], dropout=dropout, sinks=sinks)
-    elif rules.setdefault(layer, rule) != rule:
-        raise Unsupported("one of its layers attends in two ways")
+        rule = rules[layer]
+        if rule.dropout != dropout or rule.sinks is not sinks:
+            rule = replace(rule, dropout=dropout, sinks=sinks)
+    else:
+        rule = Rule(scaling, window, softcap, dropout, chunk, sinks)
+        if rules.setdefault(layer, rule) != rule:
+            raise Unsupported("one of its layers attends in two ways")
     pass_ = current_pass()
     return pass_.attend(query, key, value, layer if pass_.places is None else pass_.places[layer], rule)
 

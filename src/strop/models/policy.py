@@ -89,6 +89,7 @@ class Policy:
         self.sides: trial.Sides | None = None
         """Which rows are read together, where the longest of a call changes the others' numbers."""
         self._rules: dict[int, Rule] = {}
+        self._indexed = False  # whether the model is told where packed sequences end: see `read_packed`
         self._opaque: set[str] | None = None  # layers that had no gradient before the trial
         self._fused: Any = None
         self._modules: list[nn.Module] = []
@@ -491,6 +492,8 @@ class Policy:
             decoder, head = found
             try:
                 states = [self._read_padded(decoder, one, last_hidden_state) for one in rows.alone]
+                if self._indexed:
+                    self._read_packed(decoder, rows.batch, last_hidden_state)
                 if not trial.gives_logits(head, torch.cat(states), rows.wanted_NV):
                     found = "its logits are not its hidden states times the head's weight"
             except Exception as error:  # a foreign forward may raise anything; then this way of reading is not used
@@ -527,13 +530,20 @@ class Policy:
             self.sides = trial.sides(calls, self.config)
         if self.sides is not None:  # now with all rows on one side of the boundaries
             rows = self._trial_rows(module, part)
-        self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows)
+        self._indexed = False
+        found = self._try_packing(module, part, rows)
+        if isinstance(found, str) and self.model is inner:
+            self._indexed = True
+            told = self._try_packing(module, part, rows)
+            self._indexed = not isinstance(told, str)
+            found = f"{found}; told where they end, {told}" if isinstance(told, str) else told
+        self.no_packing_because, self.no_padding_because = self._try_together(module, part, rows, found)
         rules = self._rules
         with trial.shortened(inner) as is_shorter:
             if is_shorter and (shorter := self._shorter_rows(module, part)) is not None:
-                found = self._try_together(module, part, shorter)
-                self.no_packing_because = self.no_packing_because or found[0]
-                self.no_padding_because = self.no_padding_because or found[1]
+                why = self._try_together(module, part, shorter, self._try_packing(module, part, shorter))
+                self.no_packing_because = self.no_packing_because or why[0]
+                self.no_padding_because = self.no_padding_because or why[1]
         self._rules = rules
         return rows
 
@@ -550,22 +560,41 @@ class Policy:
         trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
         alone = [TokenBatch.of([one], self.device) for one in trajectories]
         wanted_NV = torch.cat([self._read_padded(module, one, part) for one in alone])
+        other_ids = [(ids[: lengths[0]] + 1) % (self.vocab_size or 13), *ids[lengths[0] :].split(list(lengths[1:]))]
         return TrialRows(
             TokenBatch.of(trajectories, self.device),
+            TokenBatch.of([Trajectory.of(row[:1], row[1:]) for row in other_ids], self.device),
             alone,
             TokenBatch.of([trajectories[-1], trajectories[-1]], self.device),
             wanted_NV,
         )
 
-    def _try_together(
+    def _try_packing(
         self, module: nn.Module, part: Callable[[Any], torch.Tensor], rows: "TrialRows"
+    ) -> dict[int, Rule] | str:
+        """Return the attention rules, or why rows cannot be packed."""
+        if self.model is not unwrapped(self.model):
+            return "it is compiled, for shapes that do not change"
+        if "position_ids" not in self._arguments and not self._indexed:
+            return "its forward takes no position_ids"
+
+        def read(batch: TokenBatch, rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
+            return read_packed(self._modules, module, batch, part, rules, indexed=self._indexed)
+
+        return trial.packing(
+            functools.partial(read, rows.batch),
+            of_config(self.config, "num_hidden_layers"),
+            rows.wanted_NV,
+            functools.partial(read, rows.with_another) if self._indexed else None,
+        )
+
+    def _try_together(
+        self, module: nn.Module, part: Callable[[Any], torch.Tensor], rows: "TrialRows", found: dict[int, Rule] | str
     ) -> tuple[str | None, str | None]:
-        """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each."""
+        """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each.
 
-        def read(rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
-            return read_packed(self._modules, module, rows.batch, part, rules)
-
-        found = self._no_packing() or trial.packing(read, of_config(self.config, "num_hidden_layers"), rows.wanted_NV)
+        found   the result of `_try_packing`
+        """
         if not isinstance(found, str):
             self._rules = found
             return None, None
@@ -590,7 +619,7 @@ class Policy:
         self, module: nn.Module, batch: TokenBatch, part: Callable[[Any], Any], within: Within = contextlib.nullcontext
     ) -> torch.Tensor:
         """Return the module's output [N, ..] for the batch as one packed row."""
-        return read_packed(self._modules, module, batch, part, self._rules, within)[0]
+        return read_packed(self._modules, module, batch, part, self._rules, within, indexed=self._indexed)[0]
 
     def trial_lengths(self, room: int = 0) -> tuple[int, int, int]:
         """Return the row lengths of a trial, with room for further tokens."""
@@ -604,12 +633,6 @@ class Policy:
             [self.max_length] if self.sides is None else [self.max_length, *self.sides.boundaries, self.sides.apart]
         )
         return min((length for length in bounds if length is not None), default=None)
-
-    def _no_packing(self) -> str | None:
-        """Return why packing is not tried; None if it is."""
-        if self.model is not unwrapped(self.model):
-            return "it is compiled, for shapes that do not change"
-        return None if "position_ids" in self._arguments else "its forward takes no position_ids"
 
     # ---- several processes ----
 
@@ -689,9 +712,11 @@ class Policy:
 
 
 class TrialRows(NamedTuple):
-    """The rows of a trial: all packed, each alone, the longest twice; and the outputs of each alone."""
+    """The rows of a trial: all packed, the same with another first row, each alone, the longest twice; and the outputs
+    of each alone."""
 
     batch: TokenBatch
+    with_another: TokenBatch
     alone: list[TokenBatch]
     twice: TokenBatch
     wanted_NV: torch.Tensor
@@ -729,16 +754,29 @@ def read_packed(
     part: Callable[[object], torch.Tensor],
     rules: dict[int, Rule] | None,
     within: Within = contextlib.nullcontext,
+    indexed: bool = False,
 ) -> tuple[torch.Tensor, dict[int, Rule]]:
     """Return the module's output [N, ..] for the batch as one packed row, and the attention rules of its layers.
 
     modules   all modules of the model
     rules     attention rules of the layers; None learns them
+    indexed   tell the model where sequences end, as the kernels of linear attention and Mamba want it
     """
     pass_ = Packed(batch.lengths, batch.cu_seqlens)
+    indices = sequence_indices(batch) if indexed else {}
     with reading(modules, pass_, within, rules):
-        output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False)
+        output = module(input_ids=batch.ids_N[None], position_ids=batch.positions_N[None], use_cache=False, **indices)
     return part(output)[0], pass_.rules
+
+
+def sequence_indices(batch: TokenBatch) -> Json:
+    """Return where sequences begin and end, in the names and dtypes of transformers' data collator."""
+    sequence_N = torch.arange(len(batch.lengths), dtype=torch.int32).repeat_interleave(torch.tensor(batch.lengths))
+    ends, longest = batch.cu_seqlens.int(), max(batch.lengths)
+    return {
+        "seq_idx": sequence_N[None].to(batch.device), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
 
 
 def takes_use_cache(model: nn.Module) -> bool:

@@ -27,6 +27,7 @@ SPAN = re.compile(r"window|chunk|block_size")  # in names of config fields that 
 LONG_SPAN = re.compile(r"window|chunk|block_size|floor_scale")  # the same, for fields that a trial shortens
 LONGEST_SPAN = 256  # the longest span that a trial's rows exceed
 
+FIRST_ROW = 3  # tokens of the first row of a trial, at most
 TRIED = (1, 0, 1)  # ids in every vocabulary that cannot be confused with positions or token types
 
 
@@ -117,7 +118,7 @@ def row_lengths(config: Any, longest: int | None) -> tuple[int, int, int]:
     spans = [size for name, size in fields.items() if type(size) is int and size <= LONGEST_SPAN and SPAN.search(name)]
     longest = longest or LONGEST_SPAN + 5
     span = max([2, *spans])
-    return min(3, longest), min(span + 3, longest), min(span + 5, longest)
+    return min(FIRST_ROW, longest), min(span + 3, longest), min(span + 5, longest)
 
 
 @contextlib.contextmanager
@@ -182,19 +183,31 @@ Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
 """Rules of attention, or None to learn them, → logits of packed sequences, and what each layer asked of attention."""
 
 
-def packing(read: Read, num_layers: int | None, wanted_NV: torch.Tensor) -> dict[int, Rule] | str:
-    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences."""
+def packing(
+    read: Read, num_layers: int | None, wanted_NV: torch.Tensor, with_another: Read | None = None
+) -> dict[int, Rule] | str:
+    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences.
+
+    with_another   the same as `read` with other tokens in the first sequence, if the model is told where sequences end:
+                   then layers without attention may keep them apart too, and the trial shows whether they do
+    """
     try:
         _, rules = read(None)
-        # a layer that did not call strop's attention has mixed the sequences
-        if (missing := (num_layers or 0) - len(rules)) > 0:
+        # a layer that did not call strop's attention, and was told of no sequences, has mixed them
+        if with_another is None and (missing := (num_layers or 0) - len(rules)) > 0:
             return f"{missing} of its layers do not attend through transformers' interface"
         found_NV, _ = read(rules)
+        another_NV = found_NV if with_another is None else with_another(rules)[0]
     except Unsupported as error:
         return str(error)
     except Exception as error:  # a foreign forward may raise anything; then packing is not used
         return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-    return differs(found_NV, wanted_NV, "packed sequences") or rules
+    if why := differs(found_NV, wanted_NV, "packed sequences"):
+        return why
+    own = (another_NV != found_NV).any(-1).nonzero().flatten()
+    if len(own) and int(own[-1]) >= FIRST_ROW:
+        return "a sequence changes those after it"
+    return rules
 
 
 def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:

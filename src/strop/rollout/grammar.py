@@ -27,34 +27,41 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None, eos_ids: Sequence[int]) -> None:
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(
-                f"response_format needs a fast tokenizer of transformers, found a {type(tokenizer).__name__}"
-            )
+            raise ValueError(f"needs a fast tokenizer of transformers, found a {type(tokenizer).__name__}")
         _llguidance()
         from llguidance.hf import from_tokenizer
 
         self.vocab_size = vocab_size or len(tokenizer)  # type: ignore[arg-type]
         self._tokens: Any = from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_ids) or None)  # type: ignore[arg-type]
-        self._made = functools.lru_cache(maxsize=MOST_KEPT)(lambda schema: Grammar(self, json.loads(schema)))
+        self._made = functools.lru_cache(maxsize=MOST_KEPT)(functools.partial(Grammar, self))
 
     def of_schema(self, schema: Json) -> "Grammar":
         """Return the grammar of a JSON schema. Raise ValueError if llguidance cannot follow it."""
-        return self._made(json.dumps(schema))
+        make = _llguidance().LLMatcher.grammar_from_json_schema
+        return self._made(make(json.dumps(schema), overrides={"whitespace_pattern": BLANKS}))
+
+    def of_rules(self, rules: str) -> "Grammar":
+        """Return the grammar of rules in llguidance's form of Lark. Raise ValueError if llguidance cannot follow it."""
+        return self._made(_llguidance().LLMatcher.grammar_from_lark(rules))
 
 
 class Grammar:
     """The rules for a reply. Each reply has its own matcher."""
 
-    def __init__(self, grammars: Grammars, schema: Json) -> None:
-        llguidance = _llguidance()
-        self._tokens, self.vocab_size = grammars._tokens, grammars.vocab_size
-        self._rules = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": BLANKS})
-        if error := llguidance.LLMatcher.validate_grammar(self._rules, self._tokens):
-            raise ValueError(f"response_format must have a schema that can be followed: {' '.join(error.split()):.200}")
+    def __init__(self, grammars: Grammars, rules: str) -> None:
+        make = _llguidance().LLMatcher
+        self.vocab_size, error = grammars.vocab_size, make.validate_grammar(rules, grammars._tokens)
+        if not error:
+            self._first = make(grammars._tokens, rules)
+            first = self.matcher()  # some limits of llguidance show only at the first token
+            first.write_allowed(np.empty((1, -(-self.vocab_size // 32)), np.int32), 0)
+            error = first.error
+        if error:
+            raise ValueError(f"must have a schema that can be followed: {_short(error)}")
 
     def matcher(self) -> "Matcher":
         """Return a new matcher, which follows one reply from its beginning."""
-        return Matcher(_llguidance().LLMatcher(self._tokens, self._rules), self.vocab_size)
+        return Matcher(self._first.deep_copy(), self.vocab_size)
 
 
 class Matcher:
@@ -89,7 +96,7 @@ class Matcher:
         self.num_tokens += 1
 
     def _fail(self) -> None:
-        self.error = f"the grammar cannot be followed: {' '.join(self._matcher.get_error().split()):.200}"
+        self.error = f"the grammar cannot be followed further: {_short(self._matcher.get_error())}"
 
 
 Matchers = Sequence[Matcher | None]  # one per row; None for a row that may hold any text
@@ -123,9 +130,13 @@ def take(matchers: Matchers, tokens: Sequence[int]) -> list[int]:
     return ended
 
 
+def _short(error: str) -> str:
+    return f"{' '.join(error.partition('<state>')[0].split()):.200}"
+
+
 def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise missing("response_format", "llguidance", "serve") from None
+        raise missing("response_format or a forced call", "llguidance", "serve") from None
     return llguidance

@@ -13,6 +13,7 @@ from typing import Any
 
 from strop._types import Json, Row
 from strop.data.tokenize import encode_prompt
+from strop.rollout.forced_calls import NAME, call_format
 from strop.rollout.grammar import Grammar
 from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
@@ -24,7 +25,7 @@ MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields accepted only with these values, besides null
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
     "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",), "min_tokens": (0,),
-    "length_penalty": (1,), "use_beam_search": (False,), "skip_special_tokens": (True,), "parallel_tool_calls": (True,),
+    "length_penalty": (1,), "use_beam_search": (False,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "bad_words": ([],),
     "modalities": (["text"],),
 }  # fmt: skip
@@ -32,7 +33,7 @@ READ = {
     "model", "prompt", "messages", "tools", "tool_choice", "n", "seed", "max_tokens", "max_completion_tokens", "temperature",
     "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "prompt_logprobs",
     "return_token_ids", "stream", "stream_options", "response_format", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message",
+    "continue_final_message", "parallel_tool_calls",
 }  # fmt: skip
 WITHOUT_EFFECT = {  # fields that change no token of an answer
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "cache_salt",
@@ -134,7 +135,7 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages must be a list of messages, found {_shown(messages)}")
     messages = [parse_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
-    tools = _tools(body, served)
+    tools, forced = _tools(body, served)
     continues = messages[-1]["role"] == "assistant"
     for name, value in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
         if body.get(name) not in (None, value):
@@ -151,7 +152,10 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
     if num_top and not _wanted(body, "logprobs"):
         raise RequestError(f"top_logprobs must be 0 without logprobs, found {num_top}")
     _flag(body, "logprobs")
-    asked = _request(body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools)
+    grammar = _forced_calls(body, served, forced, continues) if forced else None
+    asked = _request(
+        body, served, [ids], chat=True, max_tokens=max_tokens, num_top=num_top, tools=tools, forced=grammar
+    )
     return replace(asked, given=[messages], row=row)
 
 
@@ -164,6 +168,7 @@ def _request(
     max_tokens: int,
     num_top: int,
     tools: list[Json] | None = None,
+    forced: Grammar | None = None,
 ) -> OpenAIRequest:
     for name, value in body.items():
         if value is None or name in READ or name in WITHOUT_EFFECT:
@@ -173,8 +178,12 @@ def _request(
         if value not in SUPPORTED_VALUES[name]:
             raise RequestError(f"{name} must be {json.dumps(SUPPORTED_VALUES[name][0])}, found {_shown(value)}")
     grammar = _grammar(body.get("response_format"), served)
+    if grammar is not None and forced is not None:
+        raise RequestError("response_format must be text where a call is forced")
+    grammar = grammar or forced
     if grammar is not None and num_top:
-        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 with response_format, found {num_top}")
+        other = "response_format" if forced is None else "a forced call"
+        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 with {other}, found {num_top}")
     if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:
         raise RequestError(
             f"prompt_logprobs must be 0, the prompt's own tokens, found {_shown(body['prompt_logprobs'])}"
@@ -240,7 +249,35 @@ def _grammar(found: object, served: ServedModel) -> Grammar | None:
         schema = described.get("schema") if isinstance(described, dict) else None  # type: ignore[assignment]
         if not isinstance(schema, dict):
             raise RequestError(f"response_format must have a json_schema with a schema, found {_shown(described)}")
-    return served.grammars.of_schema(schema)
+    try:
+        return served.grammars.of_schema(schema)
+    except ValueError as error:
+        raise RequestError(f"response_format {error}") from None
+
+
+def _forced_calls(body: Json, served: ServedModel, tools: list[Json], continues: bool) -> Grammar:
+    """Return the grammar of a reply that calls one of these tools, or several."""
+    if continues:
+        raise RequestError("tool_choice must be auto where the last message is the assistant's")
+    for tool in tools:
+        if not NAME.fullmatch(name := tool["function"]["name"]):
+            raise RequestError(f"tools must have names of letters, digits and _.- to be forced, found {name!r:.80}")
+        if not isinstance(parameters := tool["function"].get("parameters") or {}, dict):
+            raise RequestError(f"tools must have parameters that are a JSON schema, found {_shown(parameters)}")
+    tokenizer, parse = served.policy.tokenizer, served.parse_calls
+    assert parse is not None
+    try:
+        grammars = served.grammars
+        written = call_format(tokenizer, served.policy.eos_ids, parse, _template_options(body))
+    except RequestError:
+        raise
+    except Exception as error:  # errors of many kinds: ours, the template's
+        raise RequestError(f"tool_choice must be auto or none: {error}"[:500]) from None
+    single = isinstance(body.get("tool_choice"), dict) or body.get("parallel_tool_calls") is False
+    try:
+        return grammars.of_rules(written.rules(tools, single, tokenizer))
+    except ValueError as error:
+        raise RequestError(f"tools {error}") from None
 
 
 def _template_options(body: Json) -> Json:
@@ -302,15 +339,25 @@ def _past_call(call: Any, where: str) -> Json:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(body: Json, served: ServedModel) -> list[Json] | None:
-    """Return the tools that the template should write; None if there are none."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f'tool_choice must be "auto" or "none", found {_shown(choice)}: this server cannot force a call'
-        )
+def _tools(body: Json, served: ServedModel) -> tuple[list[Json] | None, list[Json]]:
+    """Return the tools that the template should write, None if there are none; and those of which one must be called."""
+    tools, choice, name = body.get("tools"), body.get("tool_choice"), None
+    if isinstance(choice, dict):
+        named = choice.get("function")
+        name = named.get("name") if isinstance(named, dict) else None
+        if choice.get("type") != "function" or not isinstance(name, str):
+            raise RequestError(f"tool_choice must be of type function, with the name of one, found {_shown(choice)}")
+    elif choice not in (None, "auto", "none", "required"):
+        raise RequestError(f'tool_choice must be "auto", "none", "required" or a function, found {_shown(choice)}')
+    forces = name is not None or choice == "required"
+    if not isinstance(parallel := body.get("parallel_tool_calls"), bool | None):
+        raise RequestError(f"parallel_tool_calls must be true or false, found {_shown(parallel)}")
+    if parallel is False and tools and choice != "none" and not forces:
+        raise RequestError("parallel_tool_calls must be true where no call is forced, found false")
+    if not tools and forces:
+        raise RequestError(f"tools must be given for tool_choice {_shown(choice)}, found none")
     if not tools or choice == "none":
-        return None
+        return None, []
     if not isinstance(tools, list):
         raise RequestError(f"tools must be a list, found {_shown(tools)}")
     for tool in tools:
@@ -319,7 +366,10 @@ def _tools(body: Json, served: ServedModel) -> list[Json] | None:
             raise RequestError(f"tools must be objects with a function and its name, found {_shown(tool)}")
     if served.parse_calls is None:
         raise RequestError("tools must be none: this server was made without a parser of calls")
-    return tools
+    forced = tools if choice == "required" else [tool for tool in tools if tool["function"]["name"] == name][:1]
+    if name is not None and not forced:
+        raise RequestError(f"tool_choice must name one of the tools, found {name!r:.80}")
+    return tools, forced
 
 
 def _check_length(num_characters: int, name: str, served: ServedModel) -> None:

@@ -60,6 +60,7 @@ MIN_BODY, MAX_BODY = 1 << 20, 64 << 20  # bytes of a body: enough for the longes
 MAX_BODIES = 256 << 20  # bytes of all bodies being received
 BODY_SECONDS, IDLE_SECONDS = 60, 30  # limits: to receive a body, and between requests of a connection
 SMALL_BODY, SMALL_ANSWER = 16 << 10, 4096  # bytes, and tokens, handled without another thread
+MAKES_GRAMMAR = (b"response_format", b"tool_choice")  # fields whose parsing may take long
 
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
@@ -225,7 +226,8 @@ class OpenAIServer:
 
     async def _answer(self, request: Request, parse: Callable[[Json, ServedModel], OpenAIRequest]) -> Response:
         data = await self._read(request)
-        asked = await self._apart(len(data) > SMALL_BODY, lambda: parse(parse_body(data), self.served))
+        slow = len(data) > SMALL_BODY or any(name in data for name in MAKES_GRAMMAR)
+        asked = await self._apart(slow, lambda: parse(parse_body(data), self.served))
         if asked.stream:
             return self._stream(request, asked)
         tickets = self.submit(request, asked)

@@ -308,7 +308,7 @@ class SamplingQueue:
             return
         for row in ended:
             if row.completion.reason == "error" and row.matcher is not None:
-                self._give_up({row.ticket}, RuntimeError(row.matcher.error))
+                self._give_up({row.ticket}, ValueError(row.matcher.error))
         with self._changed:
             self._leave(ended)
         for row in ended:

@@ -218,20 +218,18 @@ class Decode(Pass):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, rule: Rule) -> torch.Tensor:
         size, kv = v.shape[3], self.kv[layer]
         q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
-        slots_NT, mask_NT = self._slots(rule.window, rule.chunk)
-        read = []
-        for side, states in zip(kv, (k, v), strict=True):
-            side.index_copy_(0, self._new_slots_N, states[:, :, 0])
-            found = side.index_select(0, slots_NT.view(-1)).view(*slots_NT.shape, *side.shape[1:])
-            read.append(found.transpose(1, 2))
-        return masked_attention(q, read[0], read[1], mask_NT[:, None, None], rule).transpose(1, 2)[..., :size]
+        slots_NT, bias_N11T = self._slots(rule.window, rule.chunk)
+        kv.index_copy_(1, self._new_slots_N, torch.stack((k[:, :, 0], v[:, :, 0])))
+        keys, values = kv.index_select(1, slots_NT.view(-1)).unflatten(1, slots_NT.shape).transpose(2, 3)
+        out = masked_attention(q, keys, values, bias_N11T, rule)
+        return out.transpose(1, 2)[..., :size]
 
     @functools.cached_property
     def _new_slots_N(self) -> torch.Tensor:
         return (self.rows.suffix_start_N + self.rows.step_N).long()
 
     def _slots(self, window: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots that layers with this window or chunk read, and which of them exist."""
+        """Return the slots that layers with this window or chunk read, and −∞ where there is none, else 0."""
         if (window, chunk) not in self.slots:
             longest = min(size for size in (self.longest, window, chunk) if size)
             rows = self.rows if longest == self.longest else self.rows.since(window, chunk)
@@ -239,9 +237,11 @@ class Decode(Pass):
             slots_NT = i_T + torch.where(
                 i_T < prefix_N1, rows.prefix_start_N[:, None], rows.suffix_start_N[:, None] - prefix_N1
             )
-            mask_NT = i_T <= prefix_N1 + rows.step_N[:, None]
+            none_NT = i_T > prefix_N1 + rows.step_N[:, None]
             # an unwritten slot may hold NaN, and 0·NaN is NaN: read the first slot instead
-            self.slots[window, chunk] = slots_NT.masked_fill_(~mask_NT, 0), mask_NT
+            bias_NT = torch.zeros(none_NT.shape, dtype=self.kv.dtype, device=none_NT.device)
+            bias_NT.masked_fill_(none_NT, -torch.inf)
+            self.slots[window, chunk] = slots_NT.masked_fill_(none_NT, 0), bias_NT[:, None, None]
         return self.slots[window, chunk]
 
 

@@ -46,6 +46,14 @@ def read(layers: Any, pass_: Pass, *given: torch.Tensor, **options: Any) -> torc
         return layers(*given, **options)
 
 
+def without_autograd(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which operators on a CPU skip autograd's bookkeeping, a tenth of a tiny model's step.
+
+    Unlike those of torch.inference_mode, its tensors are ordinary ones. On a GPU graphs have no bookkeeping.
+    """
+    return torch._C._AutoDispatchBelowADInplaceOrView() if device.type == "cpu" else contextlib.nullcontext()
+
+
 class OwnLayers:
     """The model's forward, with 16-bit copies of its matrices under autocast."""
 
@@ -93,7 +101,8 @@ class OwnLayers:
         cast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
-            with torch.no_grad(), cast, attending(self.model, None, self.rules), copies, sdpa_without_plans():
+            skipping = contextlib.nullcontext() if self._compiled else without_autograd(self.device)
+            with torch.no_grad(), skipping, cast, attending(self.model, None, self.rules), copies, sdpa_without_plans():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -163,8 +172,9 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        device = self.embed.weight.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False), sdpa_without_plans():
+        device = self.embed.weight.device
+        cast = torch.autocast(device.type, enabled=False)
+        with torch.no_grad(), without_autograd(device), cast, sdpa_without_plans():
             yield
 
     def __call__(self, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True) -> torch.Tensor:

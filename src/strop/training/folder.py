@@ -27,6 +27,7 @@ from strop.training.callbacks import CheckpointCallback, EvaluationCallback
 from strop.training.card import write_card
 from strop.training.lock import locked
 from strop.training.logging import JSONLLogger, drop_after, is_evaluation
+from strop.user_code import load_function
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -236,8 +237,10 @@ def remove_run(folder: Path) -> None:
 
 def sources_of(trainer: "Trainer", rows: str) -> Sources:
     """Return the hashes of the trainer's functions, environment, tools and chat template, and the digest of its rows."""
-    found = {}
-    for kind, functions in (("function", trainer.functions), ("environment or tool", trainer.environments)):
+    found, curriculum = {}, trainer.config.run.curriculum
+    ordering = [load_function(curriculum, "curriculum")] if curriculum is not None and ":" in curriculum else []
+    functions_of = {"function": trainer.functions, "environment or tool": trainer.environments, "curriculum": ordering}
+    for kind, functions in functions_of.items():
         for about in map(described, functions):
             own = Path(about.get("file", "")).is_relative_to(PACKAGE)  # a new strop is no change
             found[f"{kind} {about['name']}"] = "" if own else about.get("sha256", "")

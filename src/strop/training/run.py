@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import random
 import signal
 import sys
 import threading
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from strop import _compiled
 from strop._checks import check_count
 from strop._contained import Settings, contained
 from strop._types import Json
@@ -28,7 +26,7 @@ from strop.rollout import client
 from strop.training.callbacks import Callback, EvaluationCallback, ProgressBar, SampleTable
 from strop.training.folder import RunFolder, Sources, sources_of
 from strop.training.memory import LACKS, raise_explained
-from strop.training.state import History, TrainState, get_rng, seed_everything, set_rng
+from strop.training.state import History, TrainState, difficulty_of, epoch_order, get_rng, seed_everything, set_rng
 
 if TYPE_CHECKING:
     from strop.training.trainer import Trainer
@@ -60,6 +58,8 @@ class TrainingRun:
         self.sources: Sources = {}  # of the current train()
         self.num_rows = 0  # of the current train()
         self._rows: PreparedRows | None = None  # the dataset of train(), while it runs
+        self._difficulty: Sequence[float] | None = None  # of each row, with a curriculum
+        self._latest_order: tuple[int, Sequence[int]] = -1, ()  # an epoch and the order of its rows
 
     # ---- a step ----
 
@@ -205,10 +205,10 @@ class TrainingRun:
             self.goes_on = True
             self.fire(trainer, "on_train_begin")
             try:
-                self._rows = rows
-                stream = self._batches(rows, trainer.config.run)
+                self._rows, self._latest_order = rows, (-1, ())
+                self._difficulty = difficulty_of(rows, trainer.config.run.curriculum)
                 while state.step < state.total_steps and not self._ends(interruption):
-                    metrics = self._next_step(trainer, stream, folder)
+                    metrics = self._next_step(trainer, folder)
                     history.steps.append({"step": state.step, **metrics})
                 history.interrupted = interruption.signal is not None and state.step < state.total_steps
                 history.signal, history.stop_reason = interruption.signal, self.stop_reason
@@ -228,7 +228,7 @@ class TrainingRun:
                 f"{trainer.name} interrupted after step {state.step} of {state.total_steps}; {where}", file=sys.stderr
             )
 
-    def _next_step(self, trainer: "Trainer", stream: Iterator[list[Any]], folder: RunFolder | None) -> dict[str, float]:
+    def _next_step(self, trainer: "Trainer", folder: RunFolder | None) -> dict[str, float]:
         """Do a step on the next batch and return the metrics. If it fails, save the earlier steps and raise the error.
 
         A failed step that changed no weights is undone: data position and random generators are restored. Then a
@@ -238,7 +238,8 @@ class TrainingRun:
         state, rng = self.state, get_rng()
         step, updates, epoch, position = state.step, state.updates, state.epoch, state.position
         try:
-            batch = next(stream)  # inside the try: taking a batch advances the position in `state`
+            config = trainer.config.run
+            batch = self.take(config, config.batch_size)  # inside the try: it advances the position in `state`
             return self.step(trainer, lambda: trainer.step_on(batch))
         except Exception as error:  # not KeyboardInterrupt: a second Ctrl-C ends the run at once
             state = self.state
@@ -258,18 +259,31 @@ class TrainingRun:
             interruption.signal = next((number for _, number in wishes if number), None)
         return bool(self.stop_reason or interruption.signal)
 
-    def _batches(self, rows: PreparedRows, config: RunConfig) -> Iterator[list[Any]]:
-        """Yield batches without end, from the state's position. An epoch's order depends only on (seed, epoch)."""
-        state = self.state
-        while True:
-            order = epoch_order(len(rows), config.seed, state.epoch, config.shuffle)
-            while state.position < len(rows):
-                end = state.position + config.batch_size
-                following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # of at least two steps
-                batch = rows.take(order[state.position : end], following)
-                state.position += len(batch)
-                yield batch
+    def take(self, config: RunConfig, most: int) -> list[Any]:
+        """Return the next rows of the epoch and move the position behind them; [] outside train().
+
+        At the end of an epoch they are fewer than `most`.
+        """
+        state, rows = self.state, self._rows
+        if rows is None:
+            return []
+        if state.position >= len(rows):
             state.epoch, state.position = state.epoch + 1, 0
+        order, end = self._order(config, state.epoch), state.position + most
+        following = order[end : end + max(NUM_ROWS_AHEAD, 2 * config.batch_size)]  # of at least two steps
+        batch = rows.take(order[state.position : end], following)
+        state.position += len(batch)
+        return batch
+
+    def _order(self, config: RunConfig, epoch: int) -> Sequence[int]:
+        """Return the order of an epoch's rows, which depends only on the rows, the seed and the epoch."""
+        assert self._rows is not None
+        if self._latest_order[0] != epoch:
+            order = epoch_order(len(self._rows), config.seed, epoch, config.shuffle)
+            if self._difficulty is not None:
+                order = array("q", sorted(order, key=self._difficulty.__getitem__))
+            self._latest_order = epoch, order
+        return self._latest_order[1]
 
     def upcoming(self, config: RunConfig) -> list[Any]:
         """Return the rows of the next step; [] outside train() and in its last step."""
@@ -278,7 +292,7 @@ class TrainingRun:
             return []
         ended = state.position >= len(rows)
         epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
-        order = epoch_order(len(rows), config.seed, epoch, config.shuffle)
+        order = self._order(config, epoch)
         return rows.take(order[position : position + config.batch_size])
 
 
@@ -311,18 +325,6 @@ def _without_signal(steps: list[dict[str, object]]) -> str:
 
 
 @functools.lru_cache(maxsize=2)  # a step may ask for its epoch's and the next
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
-    """Return the order of an epoch's rows, in 8 bytes a row: Python's `random.shuffle` of their indices."""
-    draw = random.Random(f"{seed}/{epoch}")
-    shuffled = getattr(_compiled.native, "shuffled", None)
-    if shuffle and num_rows > 1_000 and shuffled is not None:
-        return memoryview(shuffled(num_rows, draw.getstate()[1])).cast("q")
-    order = array("q", range(num_rows))
-    if shuffle:
-        draw.shuffle(order)
-    return order
-
-
 def checked_loggers(given: object) -> list[Any]:
     """Return the loggers as a list, given none, one or several."""
     loggers = _as_list(given)
