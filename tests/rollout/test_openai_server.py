@@ -339,7 +339,7 @@ def test_rows_decoded_together_are_those_decoded_alone(policy):
         pieces_alone = sum(-(-len(one.ids) // 16) for request in asked for one in queue.submit(request).result(60))
         assert queue.num_turns < 12 + pieces_alone
         queue.call(lambda: None)
-        assert not queue._cached
+        assert not queue._cached.rows
     finally:
         queue.close()
 
