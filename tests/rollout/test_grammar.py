@@ -72,6 +72,21 @@ def test_replies_match_their_schema(served):
     assert len({served.decode(one.ids) for one in found}) > 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_schema_is_a_stop(caller, stream):
+    _, url, _ = caller
+    body = {
+        **CHAT,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["ada"]}}},
+        "stream": stream,
+    }
+    text = post(url, body)[1]
+    pieces = (
+        [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]] if stream else [json.loads(text)]
+    )
+    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 def test_any_object_is_json_mode(served):
     asked = parse_text_request(
         {"prompt": "a", "max_tokens": 40, "temperature": 0, "response_format": {"type": "json_object"}}, served

@@ -58,7 +58,7 @@ class CutCompletion:
 def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: ServedModel) -> CutCompletion:
     """Return the completion up to the first stop text: its text without EOS, and the ids that cover it."""
     ids, ended = completion.ids, completion.reason == "eos"
-    text, reason = served.decode(ids[:-1] if ended else ids), "stop" if ended else "length"
+    text, reason = served.decode(ids[:-1] if ended else ids), "length" if completion.reason == "length" else "stop"
     num = len(ids)
     if places := [place for stop in stops if (place := text.find(stop)) >= 0]:
         text, reason = text[: min(places)], "stop"
