@@ -404,7 +404,7 @@ def test_models_without_such_routers_are_refused_when_the_trainer_is_made():
 def test_servers_environments_and_compiled_models_are_refused():
     with pytest.raises(ValueError, match="replay_routing must be False with rollout_server"):
         GRPOConfig.from_options({"replay_routing": True, "rollout_server": "http://127.0.0.1:1"})
-    with pytest.raises(ValueError, match="replay_routing must be False with an environment or tools"):
+    with pytest.raises(ValueError, match="replay_routing must be False with an environment, tools or an agent"):
         grpo_of(model_of("mixtral"), environment=Greet)
     with pytest.raises(ValueError, match="replay_routing must be False with compile=True"):
         GRPOConfig.from_options({"replay_routing": True, "compile": True})

@@ -195,9 +195,10 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         mask = torch.cat([_bias(mask, q.dtype).expand(P, H, T, -1), sinks_PHT1], -1)
     if not rule.softcap:
         if q.shape[2] == 1 and mask.shape[1] == 1:  # the queries of one key head as tokens, which is faster
-            grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            P, H, _, D = q.shape
+            grouped = q.reshape(P, k.shape[1], -1, D)
             out = scaled_dot_product_attention(grouped, k, v, mask, rule.dropout, scale=rule.scaling)
-            return out.flatten(1, 2).unsqueeze(2)
+            return out.reshape(P, H, 1, -1)
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True, dropout_p=rule.dropout
         )

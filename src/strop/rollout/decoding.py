@@ -52,7 +52,7 @@ class Round:
 
     token_B, prefix_start_B, prefix_length_B   first token of each row to read, and the slots of its prompt
     longest                                    the most tokens of a row, its prompt included
-    reach                                      the most tokens a row has before the next check of which rows have ended
+    reach                                      the most tokens a row can have after the next step
     record                                     the chosen experts; None records none
     states                                     states of every prompt: see slots.py
     kept                                       states of every row without its last two tokens, if rows continue later
@@ -449,7 +449,7 @@ class Engine:
         Without `wait` the flags are those before the last step, so that the device has work while the host looks.
         """
         if not self.on_gpu:
-            round_.reach = int((rows.prefix_length_N + rows.step_N).max()) + num_steps
+            round_.reach = int((rows.prefix_length_N + rows.step_N).max()) + 1
         for _ in range(num_steps - 1):
             self._step(rows, round_, sampling)
         if wait or self._flags is None:
@@ -543,6 +543,7 @@ class Engine:
         rows.token_N.copy_(tokens_N)
         rows.finished_N.copy_(~goes_on_N)
         rows.step_N += goes_on_N
+        round_.reach = min(round_.reach + 1, round_.longest)
 
     # ---- graphs ----
 

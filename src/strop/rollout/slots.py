@@ -220,9 +220,9 @@ class Decode(Pass):
         q, k, v = in_slots(kv.shape[-1], *in_one_dtype(q, k, v))
         slots_NT, bias_N11T = self._slots(rule.window, rule.chunk)
         kv.index_copy_(1, self._new_slots_N, torch.stack((k[:, :, 0], v[:, :, 0])))
-        keys, values = kv.index_select(1, slots_NT.view(-1)).unflatten(1, slots_NT.shape).transpose(2, 3)
-        out = masked_attention(q, keys, values, bias_N11T, rule)
-        return out.transpose(1, 2)[..., :size]
+        both = kv.index_select(1, slots_NT.view(-1)).view(2, *slots_NT.shape, *kv.shape[2:]).transpose(2, 3)
+        out = masked_attention(q, both[0], both[1], bias_N11T, rule).transpose(1, 2)
+        return out if out.shape[-1] == size else out[..., :size]
 
     @functools.cached_property
     def _new_slots_N(self) -> torch.Tensor:
