@@ -297,6 +297,22 @@ def test_templates_that_rewrite_turns_are_not_joined_unless_they_are_kept():
     assert kept.info["agent/sequences"] == 1
 
 
+@pytest.mark.parametrize("make", [chat_model, chat_moe])
+def test_between_calls_the_engine_keeps_what_it_has_read(make):
+    policy = as_policy(make(), chat_tokenizer())
+    kept = []
+
+    def agent(row, client):
+        first = chat(client, [USER])["message"]
+        kept.append(list(recorder.queue._cached.rows))
+        return len(chat(client, [USER, first, USER])["message"]["content"])
+
+    recorder = Recorder(agent, Sampler(policy), policy, TurnsConfig())
+    recorder(ROWS[:1], SAMPLING, 1, 0)
+    assert kept == [[-1]]
+    assert not recorder.queue._cached.rows
+
+
 # ---- options of calls ----
 
 

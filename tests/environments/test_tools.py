@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 from chat_templates import tokenizer
 
-from strop.environments.tools import ToolBox, parse_hermes, parse_llama, parser_of
+from strop.data.tool_calls import parse_hermes, parse_llama, parser_of
+from strop.environments.tools import ToolBox
 
 
 def add(a: int, b: int) -> int:

@@ -12,7 +12,6 @@ from chat_templates import PEERS, TEMPLATES, real_tokenizer
 from chat_templates import tokenizer as tokenizer_of
 
 from strop.data.batch import TokenBatch, Trajectory
-from strop.environments.tools import parser_of
 from strop.models import as_policy
 from strop.moe.torch import MoEForCausalLM
 from strop.rollout import decoding, grammar, native, plain, transformers_generate
@@ -21,7 +20,7 @@ from strop.rollout.openai_requests import parse_chat_request, parse_text_request
 from strop.rollout.openai_server import OpenAIServer
 from strop.rollout.sampling import Sampling, uniforms
 from strop.rollout.sampling_queue import SamplingQueue, SamplingRequest
-from strop.rollout.served_model import RequestError, ServedModel, ToolCall
+from strop.rollout.served_model import RequestError, ServedModel
 from strop.tasks import CharTokenizer
 from tests.trained_models import tiny_moe
 
@@ -71,6 +70,21 @@ def test_replies_match_their_schema(served):
         assert isinstance(reply["old"], bool)
         assert one.reason == "stop"
     assert len({served.decode(one.ids) for one in found}) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_schema_is_a_stop(caller, stream):
+    _, url, _ = caller
+    body = {
+        **CHAT,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["ada"]}}},
+        "stream": stream,
+    }
+    text = post(url, body)[1]
+    pieces = (
+        [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]] if stream else [json.loads(text)]
+    )
+    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_any_object_is_json_mode(served):
@@ -255,11 +269,7 @@ def tiny(tokenizer):
 
 
 def calling(tokenizer):
-    def parse(reply):
-        calls = parser_of(tokenizer)(reply)
-        return [] if any(call.error for call in calls) else [ToolCall(call.name, call.arguments) for call in calls]
-
-    return ServedModel(tiny(tokenizer), "tiny", parse_calls=parse)
+    return ServedModel(tiny(tokenizer), "tiny")
 
 
 @pytest.fixture(scope="module", params=[name for name in CALLS if name in TEMPLATES or PEERS.is_dir()])
@@ -322,13 +332,18 @@ def test_a_forced_call_is_a_call_whatever_the_model_is(caller, choice, stream):
     assert names <= ({"add", "stop"} if choice == "required" else {"add"})
 
 
+def calls_in(served, completion):
+    reply = served.decode(completion.ids, special_tokens=True)
+    return served.calls(reply.removesuffix(served.policy.tokenizer.eos_token), TOOLS)
+
+
 def test_several_calls_are_allowed_unless_told_otherwise(caller):
     served, _, single = caller
     found = {}
     for parallel in (True, False):
         body = {**ASKED, "tool_choice": "required", "parallel_tool_calls": parallel, "n": 24, "max_tokens": 3000}
         asked = parse_chat_request(body, served)
-        replies = [served.parse_calls(served.decode(one.ids, special_tokens=True)) for one in answers(served, asked)]
+        replies = [calls_in(served, one) for one in answers(served, asked)]
         assert all(replies)
         found[parallel] = {len(calls) for calls in replies}
     assert found[False] == {1}
@@ -343,7 +358,10 @@ def test_a_forced_call_is_what_the_template_writes(caller):
     asked = parse_chat_request(body, served)
     (one,) = answers(served, asked)
     reply = tokenizer.decode(one.ids)
-    calls = [{"type": "function", "function": vars(call)} for call in served.parse_calls(reply)]
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls_in(served, one)
+    ]
     options = {"tools": TOOLS, "tokenize": False}
     prompt = tokenizer.apply_chat_template(asked.given[0], add_generation_prompt=True, **options)
     assert served.decode(asked.prompts[0], special_tokens=True) == prompt
@@ -426,11 +444,18 @@ def test_a_format_without_a_grammar_is_refused_with_the_reason(name, why):
         served.close()
 
 
-def test_calls_that_the_parser_cannot_read_are_refused(served):
-    tokenizer = tokenizer_of("qwen")
-    other = ServedModel(tiny(tokenizer), "tiny", parse_calls=lambda reply: [])
+def test_tools_of_a_template_whose_calls_cannot_be_read_are_refused():
+    tokenizer = copy.deepcopy(tokenizer_of("qwen"))
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "(call.function | tojson)", "call.function.name ~ call.function.arguments.items()"
+    )
+    other = calling(tokenizer)
     try:
-        with pytest.raises(RequestError, match="calls of this chat template cannot be read"):
-            parse_chat_request({**ASKED, "tool_choice": "required"}, other)
+        for choice in ("auto", "required"):
+            with pytest.raises(
+                RequestError, match="tools must be none: tool calls of this chat template cannot be read"
+            ):
+                parse_chat_request({**ASKED, "tool_choice": choice}, other)
+        parse_chat_request({**ASKED, "tool_choice": "none"}, other)
     finally:
         other.close()

@@ -16,11 +16,11 @@ from chat_templates import tokenizer as tokenizer_of
 from tiny_models import llama
 from tiny_tokenizers import hugging_face
 
-from strop.environments.tools import parser_of
+from strop.data.tool_calls import parser_of
 from strop.models import as_policy
 from strop.rollout import http_guard, openai_server
 from strop.rollout.openai_server import OpenAIServer
-from strop.rollout.served_model import ServedModel, ToolCall
+from strop.rollout.served_model import ServedModel
 
 SECONDS = 20  # an attack must be over by then, on a machine that does other work too
 MEGABYTES = 200  # that all attacks together may add to the process
@@ -422,7 +422,6 @@ def test_calls_of_tools_that_cannot_be_read_stay_text():
     deep = "[" * 100_000
     for text in ("<tool_call>", "<tool_call>{</tool_call>", f"<tool_call>{deep}</tool_call>", "</tool_call>"):
         assert all(call.error for call in parse(text))
-    assert ToolCall("f", {}).name == "f"
 
 
 # ---- grammars ----
@@ -434,10 +433,7 @@ def caller():
     tokenizer = tokenizer_of("qwen")
     policy = as_policy(llama(vocab_size=len(tokenizer), scale=4.0, max_position_embeddings=8192), tokenizer)
 
-    def parse(reply):
-        return [ToolCall(call.name, call.arguments) for call in parser_of(tokenizer)(reply) if not call.error]
-
-    model = ServedModel(policy, "tiny", parse_calls=parse)
+    model = ServedModel(policy, "tiny")
     running = OpenAIServer(model).start()
     yield running
     running.stop()

@@ -16,13 +16,12 @@ from tokenizers import decoders
 from typer.testing import CliRunner
 
 from strop.cli import app
-from strop.environments.tools import parser_of
 from strop.models import as_policy
 from strop.rollout import Sampling, generate, sampling_queue
 from strop.rollout.openai_server import OpenAIServer
 from strop.rollout.sampling import sampling_logps
 from strop.rollout.sampling_queue import SamplingQueue, SamplingRequest
-from strop.rollout.served_model import RequestError, ServedModel, ToolCall
+from strop.rollout.served_model import RequestError, ServedModel
 
 PROMPT = [5, 6, 7]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -340,7 +339,7 @@ def test_rows_decoded_together_are_those_decoded_alone(policy):
         pieces_alone = sum(-(-len(one.ids) // 16) for request in asked for one in queue.submit(request).result(60))
         assert queue.num_turns < 12 + pieces_alone
         queue.call(lambda: None)
-        assert not queue._cached
+        assert not queue._cached.rows
     finally:
         queue.close()
 
@@ -438,10 +437,7 @@ def serve_scripted(text, template):
         row = torch.tensor(ids[said : said + sampling.max_new_tokens])
         return [row], [torch.zeros(len(row))]
 
-    def parse_calls(reply):
-        return [ToolCall(call.name, call.arguments) for call in parser_of(tokenizer)(reply) if not call.error]
-
-    return ServedModel(policy, "tiny", parse_calls=parse_calls), complete
+    return ServedModel(policy, "tiny"), complete
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -473,7 +469,7 @@ def test_calls_of_tools_come_in_openais_form(monkeypatch, stream):
 
 
 def test_tools_that_the_template_does_not_write_are_refused(policy):
-    served = ServedModel(policy, "tiny", parse_calls=lambda reply: [])
+    served = ServedModel(policy, "tiny")
     server = OpenAIServer(served).start()
     try:
         body = {"messages": [{"role": "user", "content": "ab"}], "tools": [TOOL], "max_tokens": 2}

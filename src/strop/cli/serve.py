@@ -33,23 +33,15 @@ def serve(
     if sync_folder is not None and not allow_sync:
         raise ValueError(f"sync_folder must not be given without --allow-sync, found {sync_folder!r}")
     from strop.rollout.openai_server import OpenAIServer, check_exposure
-    from strop.rollout.served_model import ServedModel, ToolCall
+    from strop.rollout.served_model import ServedModel
 
     check_exposure(host, api_key)  # before a model is loaded
     job = JobConfig(model=model).changed(given)
     loaded, its_tokenizer = load_model_and_tokenizer(job, load_task(job))
-    from strop.environments.tools import parser_of
     from strop.models import as_policy
 
-    def parse_calls(reply: str) -> list[ToolCall]:
-        """Return the tool calls of a reply. If one of them is invalid, return none: the reply is then treated as text."""
-        calls = parser_of(its_tokenizer)(reply)
-        return [] if any(call.error for call in calls) else [ToolCall(call.name, call.arguments) for call in calls]
-
-    served = ServedModel(
-        as_policy(loaded.eval(), its_tokenizer), served_model_name or model, sync_folder=sync_folder, max_batch=max_batch,
-        parse_calls=parse_calls,
-    )  # fmt: skip
+    policy = as_policy(loaded.eval(), its_tokenizer)
+    served = ServedModel(policy, served_model_name or model, sync_folder=sync_folder, max_batch=max_batch)
     server = OpenAIServer(served, host, port, allow_sync=allow_sync, api_key=api_key, allowed_hosts=allowed_host or ())
     told = f"serving {served.name} at {server.url}"
     server.serve_forever(functools.partial(print, told, file=sys.stderr, flush=True))

@@ -16,6 +16,7 @@ Three kinds of threads take part: agents run in a `Pool`, HTTP has a thread of i
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import numbers
@@ -83,6 +84,7 @@ class Recorder:
         self.longest = min(limits, default=math.inf)  # the most tokens of a sequence
         self.without_effect: set[str] = set()  # options that agents gave in vain
         self._told: set[str] = set()
+        self.numbers = itertools.count(-1, -1)  # of the rows whose caches are kept between calls
         self._chats: dict[str, tuple[Chat, bool]] = {}
 
     @property
@@ -237,10 +239,12 @@ class Conversation:
     text     all its text; "" for messages or ids
     finish   why its last call ended
     constrained   True if a grammar restricted one of its calls
+    row      the engine's number of its cache
     busy     True while a call is being drawn
     """
 
     dialogue: Dialogue
+    row: int
     heard: list[object] = field(default_factory=list)
     text: str = ""
     finish: str = ""
@@ -289,6 +293,8 @@ class Episode:
         endpoint.episodes.pop(self.key, None)
         for ticket in list(self.tickets):
             ticket.cancel()
+        for conversation in self.conversations:
+            self.recorder.queue.forget(conversation.row)
 
     def submit(self, asked: OpenAIRequest, on_piece: OnPiece | None = None) -> Ticket:
         """Put a call into the queue, and write it down when it has been drawn. Called by the endpoint's thread."""
@@ -308,7 +314,9 @@ class Episode:
         )
         (request,) = asked.sampling_requests(self.recorder.served)
         address = self._address(conversation, prompt)
-        request = replace(request, prompt=prompt, sampling=sampling, seed=self.seed, address=address, model=None)
+        request = replace(
+            request, prompt=prompt, sampling=sampling, seed=self.seed, address=address, model=None, row=conversation.row
+        )
         drawn = SampledCompletion()
 
         def heard(ids: list[int], logps: list[float], reason: str) -> None:
@@ -360,7 +368,9 @@ class Episode:
 
     def _new(self, asked: OpenAIRequest) -> Conversation:
         chat, _ = self.recorder.chat_of(asked.row.get("tools"))
-        return Conversation(Dialogue(chat, asked.given[0], list(asked.prompts[0]), asked.row))
+        return Conversation(
+            Dialogue(chat, asked.given[0], list(asked.prompts[0]), asked.row), next(self.recorder.numbers)
+        )
 
     def _address(self, conversation: Conversation, prompt: list[int]) -> int:
         """Return which random numbers a call draws with.
@@ -381,7 +391,10 @@ class Episode:
         """Append a call to its conversation. Called by the trainer's thread, before the agent has the whole answer."""
         served, dialogue = self.recorder.served, conversation.dialogue
         sent = cut_at_stop(drawn, asked.stop, served)
-        reason = drawn.reason if len(sent.ids) == len(drawn.ids) else "stop"
+        reason = drawn.reason
+        if len(sent.ids) < len(drawn.ids):  # the engine drew beyond the stop text
+            reason = "stop"
+            self.recorder.queue.forget(conversation.row)
         whole = cut_at_stop(SampledCompletion(ids=sent.ids, logps=sent.logps, reason=reason), (), served)
         dialogue.append(messages, new)
         dialogue.draw(sent.ids, torch.tensor(sent.logps, dtype=self.recorder.policy.loss_dtype))

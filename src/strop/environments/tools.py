@@ -16,97 +16,20 @@ function or has wrong arguments, or if the function raises.
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from strop._checks import is_conversation
 from strop._types import Json, Row, Tokenizer
 from strop.data import templates
+from strop.data.tool_calls import Call, parser_of
 from strop.environments.base import Environment, Turn
 
 KINDS: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,),
     "null": (type(None),),
 }  # fmt: skip
-
-
-@dataclass
-class Call:
-    """A call that the model made; `error` says why it could not be parsed."""
-
-    name: str = ""
-    arguments: Json = field(default_factory=dict)
-    error: str = ""
-
-
-Parser = Callable[[str], list[Call]]
-
-
-# ---- reading calls ----
-
-
-def parse_hermes(reply: str) -> list[Call]:
-    """Parse <tool_call>{"name": …, "arguments": {…}}</tool_call>, the format of Hermes, Qwen and SmolLM3.
-
-    SmolLM2 writes a list.
-    """
-    calls = []
-    for part in reply.split("<tool_call>")[1:]:
-        text, end, _ = part.partition("</tool_call>")
-        calls += _calls_in(text) if end else [Call(error="<tool_call> must be closed by </tool_call>")]
-    return calls
-
-
-def parse_llama(reply: str) -> list[Call]:
-    """Parse {"name": …, "parameters": {…}} alone, the format of Llama 3, with or without <|python_tag|>.
-
-    Semicolons separate calls.
-    """
-    text = reply.replace("<|python_tag|>", "").strip()
-    looks = re.match(r'\{\s*"(name|type|function)"', text)
-    return _calls_in(text) if looks else []
-
-
-def _calls_in(text: str) -> list[Call]:
-    """Parse one call, a list of calls, or calls separated by semicolons."""
-    calls: list[Call] = []
-    rest = text.strip()
-    while True:
-        try:
-            found, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError) as error:
-            return [*calls, Call(error=f"a call must be JSON, found {rest!r:.60} ({error})")]
-        calls += [_call(one) for one in found] if isinstance(found, list) else [_call(found)]
-        rest = rest[end:].lstrip("; \n")
-        if not rest:
-            return calls
-
-
-def _call(found: object) -> Call:
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):  # {"type": "function", "function": {…}}
-        found = found["function"]
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Call(error=f'a call must be {{"name": …, "arguments": {{…}}}}, found {json.dumps(found):.60}')
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return Call(found["name"], error=f"arguments must be an object, found {json.dumps(arguments):.60}")
-    return Call(found["name"], arguments)
-
-
-PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama": parse_llama}
-
-
-def parser_of(tokenizer: Tokenizer | None) -> Parser:
-    """Return the parser for the chat template.
-
-    Llama's has no tag for calls; all other models write, or are told to write, calls as Hermes does.
-    """
-    template = getattr(tokenizer, "chat_template", None)
-    text = template if isinstance(template, str) else json.dumps(template)
-    is_llama = "<tool_call>" not in text and "<|start_header_id|>" in text
-    return PARSERS["llama" if is_llama else "hermes"]
 
 
 # ---- the environment ----
@@ -119,12 +42,12 @@ class ToolBox:
                 `get_json_schema` reads it); some may be `async def`. Or a class, or a function that makes an object,
                 with `reset(**row)` and maybe `get_reward()` (TRL's environment_factory): each trajectory gets an
                 object, whose other public methods are the tools
-    parser      parses calls from a reply; None chooses by the chat template
+    parser      function that parses the `Call`s of a reply; None chooses by the chat template
     """
 
     special_tokens = True
 
-    def __init__(self, functions: Any, tokenizer: Tokenizer | None, parser: Parser | None = None):
+    def __init__(self, functions: Any, tokenizer: Tokenizer | None, parser: Callable[[str], list[Call]] | None = None):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("tools need a tokenizer with a chat template, found none")
         self.factory = functions if callable(functions) else None
@@ -137,7 +60,7 @@ class ToolBox:
         self.functions = {function.__name__: function for function in functions}
         if len(self.functions) < len(functions):
             raise ValueError(f"tools must have different names, found {[function.__name__ for function in functions]}")
-        self.parser = parser or parser_of(tokenizer)
+        self.parser = parser or partial(parser_of(tokenizer), tools=self.tools)
         self.described = "" if _shows(tokenizer, self.tools) else _description(self.tools)
         self.__name__ = "tools" if held is None else type(held).__name__
         self.gives_reward = hasattr(held, "get_reward")

@@ -1,27 +1,30 @@
 """Grammars of tool calls, in the format in which the model's chat template writes them.
 
-The template renders one call and two calls of tools with known names and arguments. What stands around the names and the
-arguments is the format. So every template that writes arguments as JSON is understood without a list of templates. The
-server's parser must read the rendered calls back; otherwise an answer would hold the call as text.
+The template renders one call and two calls of known tools. What stands around the names and the arguments frames a call.
+So every template that writes arguments as JSON is understood without a list of templates. The parser of the template's
+format must read the framed calls back; otherwise an answer would hold the call as text.
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from strop._types import Json, Tokenizer
 from strop.data import templates
+from strop.data.tool_calls import EXAMPLE, Call, CallFormat, example_calls, example_tools
 from strop.rollout.grammar import BLANKS
 
-NAMES, KEY, VALUE = ("first_tool_name", "second_tool_name"), "its_argument", "its_value"
-ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
+NAMES = ("first_tool_name", "second_tool_name")
+ARGUMENTS = re.compile(
+    r"\{\s*" + r"\s*,\s*".join(f'"{key}"\\s*:\\s*{json.dumps(value)}' for key, value in EXAMPLE.items()) + r"\s*\}"
+)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
 @dataclass(frozen=True)
-class CallFormat:
+class CallFrame:
     """The text around the names and the arguments of calls in a reply.
 
     before, between, after   up to the first name; from a name to its arguments; from the last arguments to the end
@@ -52,17 +55,15 @@ class CallFormat:
         return "\n".join(lines)
 
 
-def call_format(
-    tokenizer: Tokenizer | None, eos_ids: Sequence[int], parse: Callable[[str], Sequence[Any]], options: Json
-) -> CallFormat:
-    """Return the format of the tokenizer's chat template. Raise ValueError, with the reason, if it has no grammar.
+def call_frame(tokenizer: Tokenizer | None, eos_ids: Sequence[int], calls: CallFormat, options: Json) -> CallFrame:
+    """Return the frame of calls in the tokenizer's chat template. Raise ValueError, with the reason, if there is none.
 
-    parse     the parser of calls, which must read the rendered ones
+    calls     the template's format of calls
     options   the template's options
     """
-    one = _reply(tokenizer, NAMES[:1], options)
-    if NAMES[0] not in one:
+    if not calls.example:
         raise ValueError("the model's chat template does not write calls")
+    one = _reply(tokenizer, NAMES[:1], calls, options)
     parts = _parts(one, NAMES[:1])
     if parts is None:
         raise ValueError("the model's chat template does not write the arguments of calls as JSON")
@@ -70,27 +71,20 @@ def call_format(
     ends = [place for token in eos_ids if (place := after.find(tokenizer.decode([token]))) >= 0]  # type: ignore[union-attr]
     if not ends:
         raise ValueError("the model's chat template does not end a call with a token that ends a completion")
-    found = CallFormat(before, between, after[: min(ends)], _next(tokenizer, options, parts))
-    written = f'{before}{NAMES[0]}{between}{{"{KEY}": "{VALUE}"}}{found.after}'
-    if [(call.name, call.arguments) for call in parse(written)] != [(NAMES[0], {KEY: VALUE})]:
-        raise ValueError(f"calls of this chat template cannot be read: {one[:80]!r}")
+    found = CallFrame(before, between, after[: min(ends)], _next(tokenizer, calls, options, parts))
+    framed = f"{before}{NAMES[0]}{between}{json.dumps(EXAMPLE)}{found.after}"
+    if calls.parse(framed, example_tools(NAMES)) != [Call(NAMES[0], EXAMPLE)]:
+        raise ValueError(f"calls of this chat template cannot be read: {framed[:80]!r}")
     return found
 
 
-def _reply(tokenizer: Tokenizer | None, names: Sequence[str], options: Json) -> str:
+def _reply(tokenizer: Tokenizer | None, names: Sequence[str], calls: CallFormat, options: Json) -> str:
     """Return what the template writes, after the prompt, for a reply that calls these tools."""
-    parameters = {"type": "object", "properties": {KEY: {"type": "string", "description": "-"}}}
-    tools = [
-        {"type": "function", "function": {"name": name, "description": "-", "parameters": parameters}} for name in names
-    ]
-    calls = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": {KEY: VALUE}}}
-        for i, name in enumerate(names)
-    ]
     asked = [{"role": "user", "content": "?"}]
-    row = {"tools": tools, "chat_template_kwargs": options}
+    row = {"tools": example_tools(names), "chat_template_kwargs": options}
     prompt = templates.render(asked, tokenizer, row, add_generation_prompt=True)
-    answered: list[Json] = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+    made = example_calls(names, calls.text_arguments)
+    answered: list[Json] = [*asked, {"role": "assistant", "content": "", "tool_calls": made}]
     return templates.following(prompt, templates.render(answered, tokenizer, row))
 
 
@@ -105,13 +99,13 @@ def _parts(reply: str, names: Sequence[str]) -> list[str] | None:
         parts += [before, rest[: arguments.start()]]
         reply = rest[arguments.end() :]
     parts.append(reply)
-    return None if any(word in part for part in parts for word in (*NAMES, KEY, VALUE)) else parts
+    return None if any(word in part for part in parts for word in (*NAMES, *EXAMPLE)) else parts
 
 
-def _next(tokenizer: Tokenizer | None, options: Json, alone: Sequence[str]) -> str | None:
+def _next(tokenizer: Tokenizer | None, calls: CallFormat, options: Json, alone: Sequence[str]) -> str | None:
     """Return the text from a call's arguments to the next call's name; None if the template writes one call only."""
     try:
-        parts = _parts(_reply(tokenizer, NAMES, options), NAMES)
+        parts = _parts(_reply(tokenizer, NAMES, calls, options), NAMES)
     except Exception:  # Llama's template refuses several calls; others may fail in any way
         return None
     if parts is None:

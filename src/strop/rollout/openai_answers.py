@@ -58,7 +58,7 @@ class CutCompletion:
 def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: ServedModel) -> CutCompletion:
     """Return the completion up to the first stop text: its text without EOS, and the ids that cover it."""
     ids, ended = completion.ids, completion.reason == "eos"
-    text, reason = served.decode(ids[:-1] if ended else ids), "stop" if ended else "length"
+    text, reason = served.decode(ids[:-1] if ended else ids), "length" if completion.reason == "length" else "stop"
     num = len(ids)
     if places := [place for stop in stops if (place := text.find(stop)) >= 0]:
         text, reason = text[: min(places)], "stop"
@@ -86,12 +86,16 @@ def _chat_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion
 def chat_message(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> tuple[Json, str]:
     """Return the assistant's message, with the tool calls parsed from it, and its finish reason."""
     message: Json = {"role": "assistant", "content": cut.text}
-    if not request.tools or served.parse_calls is None:
+    if not request.tools:
         return message, cut.finish_reason
-    calls = served.parse_calls(served.decode(cut.ids, special_tokens=True))
+    ended = bool(cut.ids) and cut.ids[-1] in served.policy.eos_ids
+    reply = served.decode(cut.ids[:-1] if ended else cut.ids, special_tokens=True)
+    calls, special = served.calls(reply, request.tools), getattr(served.policy.tokenizer, "all_special_tokens", ())
+    if served.call_format.name == "harmony":  # a reply has parts that are for nobody to read
+        message["content"] = served.call_format.content(reply, special)
     if not calls:
         return message, cut.finish_reason
-    message["content"] = cut.text.partition("<tool_call>")[0].strip() if "<tool_call>" in cut.text else None
+    message["content"] = served.call_format.content(reply, special) or None
     message["tool_calls"] = [
         {"id": f"call_{secrets.token_hex(8)}", "type": "function",
          "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}

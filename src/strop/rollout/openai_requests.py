@@ -13,7 +13,7 @@ from typing import Any
 
 from strop._types import Json, Row
 from strop.data.tokenize import encode_prompt
-from strop.rollout.forced_calls import NAME, call_format
+from strop.rollout.forced_calls import NAME, call_frame
 from strop.rollout.grammar import Grammar
 from strop.rollout.sampling import Sampling
 from strop.rollout.sampling_queue import SamplingRequest
@@ -145,7 +145,10 @@ def parse_chat_request(body: Json, served: ServedModel) -> OpenAIRequest:
     num_characters = sum(len(one["content"] or "") for one in messages)
     _check_length(num_characters + (len(json.dumps(tools)) if tools else 0), "messages", served)
     row: Json = {"chat_template_kwargs": _template_options(body)} | ({"tools": tools} if tools else {})
-    ids = _encoded(messages, served, "messages", row)
+    written = (
+        served.call_format.as_template_takes(messages) if any(one.get("tool_calls") for one in messages) else messages
+    )
+    ids = _encoded(written, served, "messages", row)
     longest = served.policy.max_length
     max_tokens = 1024 if longest is None else max(1, min(1024, longest - len(ids)))
     num_top = _whole(body, ("top_logprobs",), 0)
@@ -264,18 +267,17 @@ def _forced_calls(body: Json, served: ServedModel, tools: list[Json], continues:
             raise RequestError(f"tools must have names of letters, digits and _.- to be forced, found {name!r:.80}")
         if not isinstance(parameters := tool["function"].get("parameters") or {}, dict):
             raise RequestError(f"tools must have parameters that are a JSON schema, found {_shown(parameters)}")
-    tokenizer, parse = served.policy.tokenizer, served.parse_calls
-    assert parse is not None
+    tokenizer = served.policy.tokenizer
     try:
         grammars = served.grammars
-        written = call_format(tokenizer, served.policy.eos_ids, parse, _template_options(body))
+        frame = call_frame(tokenizer, served.policy.eos_ids, served.call_format, _template_options(body))
     except RequestError:
         raise
     except Exception as error:  # errors of many kinds: ours, the template's
         raise RequestError(f"tool_choice must be auto or none: {error}"[:500]) from None
     single = isinstance(body.get("tool_choice"), dict) or body.get("parallel_tool_calls") is False
     try:
-        return grammars.of_rules(written.rules(tools, single, tokenizer))
+        return grammars.of_rules(frame.rules(tools, single, tokenizer))
     except ValueError as error:
         raise RequestError(f"tools {error}") from None
 
@@ -364,8 +366,10 @@ def _tools(body: Json, served: ServedModel) -> tuple[list[Json] | None, list[Jso
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"tools must be objects with a function and its name, found {_shown(tool)}")
-    if served.parse_calls is None:
-        raise RequestError("tools must be none: this server was made without a parser of calls")
+    try:
+        served.call_format  # noqa: B018
+    except ValueError as error:
+        raise RequestError(f"tools must be none: {error}"[:500]) from None
     forced = tools if choice == "required" else [tool for tool in tools if tool["function"]["name"] == name][:1]
     if name is not None and not forced:
         raise RequestError(f"tool_choice must name one of the tools, found {name!r:.80}")

@@ -51,6 +51,8 @@ class SamplingRequest:
     num_top        also return this number of most probable tokens at each position of a completion
     grammar        draw only tokens that it allows
     streams        the caller reads pieces as they come, so the first ones are short
+    row            a number below 0 under which the engine keeps the cache, for a later request whose prompt begins with this
+                   prompt and all of its completion, until `forget`
     """
 
     prompt: list[int]
@@ -65,6 +67,7 @@ class SamplingRequest:
     num_top: int = 0
     grammar: Grammar | None = None
     streams: bool = False
+    row: int | None = None
 
     @property
     def rule(self) -> Hashable:
@@ -167,7 +170,7 @@ class SamplingQueue:
         self._waiting: list[Ticket] = []
         self._active: list[QueueRow] = []
         self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
-        self._cached: dict[Hashable, CachedRows] = {}
+        self._cached = CachedRows()
         self._longest_piece = LONGEST_PIECE
         self._num_rows = 0
         self._closed = False
@@ -257,7 +260,7 @@ class SamplingQueue:
             _fail(future, RuntimeError("the sampling queue was closed"))
 
     def _call(self, function: Callable[[], object], future: concurrent.futures.Future[object]) -> None:
-        self._cached.clear()
+        self._cached.rows.clear()
         try:
             future.set_result(function())
         except Exception as error:
@@ -275,7 +278,8 @@ class SamplingQueue:
             piece = FIRST_PIECE if ticket.request.streams else self._longest_piece
             sample = ticket.request.num_samples - ticket.num_waiting
             self._num_rows += 1
-            self._active.append(QueueRow(ticket, sample, self._num_rows, piece))
+            number = self._num_rows if ticket.request.row is None else ticket.request.row
+            self._active.append(QueueRow(ticket, sample, number, piece))
             drawn[ticket] += 1
             ticket.num_waiting -= 1
             if not ticket.num_waiting:
@@ -285,12 +289,14 @@ class SamplingQueue:
         if not rows:
             return
         for row in rows:
-            if (cached := self._cached.get(row.ticket.request.rule)) is not None:
-                cached.rows.pop(row.number, None)
+            if row.ticket.request.row is None or not row.completion.reason:
+                self.forget(row.number)
         gone = {row.number for row in rows}
         self._active = [row for row in self._active if row.number not in gone]
-        rules = {row.ticket.request.rule for row in self._active}
-        self._cached = {rule: cached for rule, cached in self._cached.items() if rule in rules}
+
+    def forget(self, row: int) -> None:
+        """Drop the cache of a row. Only for the thread that draws."""
+        self._cached.rows.pop(row, None)
 
     def _draw_piece(self) -> None:
         """Draw a piece for the rows whose turn it is: those with the same rule as the row that has waited longest."""
@@ -327,7 +333,6 @@ class SamplingQueue:
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
         """Draw a piece for each of these rows, which share one rule; return the rows that ended."""
         request = rows[0].ticket.request
-        cached = self._cached.setdefault(request.rule, CachedRows())
         with (
             self._use_model(request.model) as policy,
             torch.inference_mode(False),
@@ -344,13 +349,13 @@ class SamplingQueue:
             bits_B = np.array([row.ticket.row_bits_B[row.sample] for row in rows])
             first_B = np.array([len(row.completion.ids) for row in rows])
             keeps = policy.kind in CACHING
-            further: dict[str, Any] = {"cached": cached.of([row.number for row in rows])} if keeps else {}
+            further: dict[str, Any] = {"cached": self._cached.of([row.number for row in rows])} if keeps else {}
             if any(matchers := [row.matcher for row in rows]):
                 further["matchers"] = matchers
             sampling = replace(request.sampling, max_new_tokens=num_tokens)
             uniforms_BT = uniforms_from(bits_B, first_B, num_tokens)
             ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
-            if not keeps or rows[0].number not in cached.rows:
+            if not keeps or rows[0].number not in self._cached.rows:
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):

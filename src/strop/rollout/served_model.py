@@ -6,12 +6,12 @@ import contextlib
 import functools
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop._types import Json
+from strop.data.tool_calls import Call, CallFormat, call_format
 from strop.models import Policy, load_model, unwrapped
 from strop.models.kinds import adapter_off, is_peft
 from strop.rollout.grammar import Grammars
@@ -20,6 +20,7 @@ from strop.rollout.sampling_queue import SamplingQueue
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # files of an adapter saved by peft
 LONGEST_TOKEN = 64  # maximum characters of a token, if the tokenizer does not list its tokens
+ToolCall = Call
 LONGEST_TEXT = 1 << 23  # maximum characters of a prompt, if the model does not state its maximum length
 
 
@@ -31,14 +32,6 @@ class RequestError(ValueError):
         self.status = status
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call parsed from the model's reply."""
-
-    name: str
-    arguments: Json
-
-
 class ServedModel:
     """A model, its adapters and its sampling queue. Weights change only between requests.
 
@@ -46,7 +39,7 @@ class ServedModel:
     sync_folder    weights and adapters are loaded only from folders inside this one; None is this machine's folder for
                    temporary files, where a trainer on this machine writes them
     max_batch      maximum number of rows decoded together; None chooses by the device
-    parse_calls    parses tool calls from a reply; None refuses requests with tools
+    parse_calls    parses the tool calls of a reply; None reads them in the format of the chat template
     queue          draws completions; None makes a `SamplingQueue`
     sampling       defaults of a request's options; None is OpenAI's
     """
@@ -58,7 +51,7 @@ class ServedModel:
         *,
         sync_folder: str | Path | None = None,
         max_batch: int | None = None,
-        parse_calls: Callable[[str], list[ToolCall]] | None = None,
+        parse_calls: Callable[[str], list[Call]] | None = None,
         queue: SamplingQueue | None = None,
         sampling: Sampling | None = None,
     ):
@@ -95,6 +88,17 @@ class ServedModel:
             yield self.policy
 
     # ---- text ----
+
+    @functools.cached_property
+    def call_format(self) -> CallFormat:
+        """How the chat template writes tool calls. Raises ValueError if they cannot be read."""
+        return call_format(self.policy.tokenizer)
+
+    def calls(self, reply: str, tools: Sequence[Json]) -> list[Call]:
+        """Return the tool calls of a reply. A reply with an invalid call has none: it is a text."""
+        parse = self.parse_calls
+        found = self.call_format.parse(reply, tools) if parse is None else parse(reply)
+        return [] if any(call.error for call in found) else found
 
     @functools.cached_property
     def grammars(self) -> Grammars:

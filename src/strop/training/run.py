@@ -1,7 +1,6 @@
 """`TrainingRun`: a run's state, its loggers and callbacks, and train(), the loop around a trainer's steps."""
 
 import contextlib
-import functools
 import signal
 import sys
 import threading
@@ -324,7 +323,6 @@ def _without_signal(steps: list[dict[str, object]]) -> str:
     return why and f"nothing was learned from rewards: in every step {why}"
 
 
-@functools.lru_cache(maxsize=2)  # a step may ask for its epoch's and the next
 def checked_loggers(given: object) -> list[Any]:
     """Return the loggers as a list, given none, one or several."""
     loggers = _as_list(given)
