@@ -9,7 +9,7 @@ SANITIZED := build/sanitize
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard native/*) $(wildcard native/*/*)
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test test-portable test-learning test-sizes test-architectures test-gpu test-vllm bench bench-gpu docs docs-site hashes lint check sanitize sanitize-threads dist clean
+.PHONY: help demo test test-portable test-learning test-sizes test-architectures test-gpu test-vllm test-agents bench bench-gpu docs docs-site hashes lint check sanitize sanitize-threads dist clean
 
 help:
 	@echo "make demo       set up and run the demonstration"
@@ -23,6 +23,7 @@ help:
 	@echo "make docs-site  the documentation as a site, in build/site: dead links are errors"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
 	@echo "make test-vllm  rollouts by a stock vLLM on the CPU, in an environment of its own: 3.5 GB, six minutes"
+	@echo "make test-agents   agents with the real openai, mcp and openenv-core packages, in folders below build"
 	@echo "make bench-gpu  measure the operators, a GRPO step and rollouts on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
@@ -110,6 +111,13 @@ $(VLLM)/installed:
 
 test-vllm: $(INSTALLED) $(VLLM)/installed
 	STROP_VLLM=$(VLLM)/bin/vllm $(BIN)/python -m pytest tests/vllm
+
+# Agents of other packages, beside strop and its own: into a folder, as their pins are not ours.
+test-agents: $(INSTALLED)
+	$(BIN)/python -m pip install -q --target build/agents openai 'mcp>=2.0'
+	PYTHONPATH=build/agents $(BIN)/python -m pytest tests/environments/test_recorder.py tests/environments/test_package_agents.py
+	$(BIN)/python -m pip install -q --target build/openenv 'openenv-core>=0.3'
+	PYTHONPATH=build/openenv $(BIN)/python -m pytest tests/environments/test_package_agents.py
 
 bench: $(INSTALLED)
 	$(BIN)/strop bench primitives

@@ -22,7 +22,7 @@ from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
-from strop.config import LoRAConfig, OptimConfig, RunConfig
+from strop.config import LoRAConfig, OptimConfig, RewardCalls, RunConfig
 from strop.config.base import options_in
 from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
@@ -37,7 +37,7 @@ TABLES = [
     ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
     ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
     ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
-    ("common.md", Sampling), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
+    ("common.md", Sampling), ("common.md", RewardCalls), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ("../environments.md", TurnsConfig),
 ]  # fmt: skip
 

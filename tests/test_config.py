@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import Config, LoRAConfig, OptimConfig, RunConfig, TrainerConfig, TurnsConfig
+from strop.config import Config, LoRAConfig, OptimConfig, RewardCalls, RunConfig, TrainerConfig, TurnsConfig
 from strop.config.base import option_names, parse_number
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
@@ -185,10 +185,10 @@ FIELDS = {
     RewardModel.Config: SHARED + "max_length center_coef",
     Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
-    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples sampling server loss",
+    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED + "group_size kl_coef inner_epochs minibatch_size advantage_scale advantage_ddof advantage_eps "
     "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
-    "reward_timeout find_failing num_eval_samples sampling server turns loss",
+    "reward_timeout find_failing num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
     UnpairedRule: "beta loss_type desirable_weight undesirable_weight",
     PolicyRule: "loss_type importance_level clip_eps delta beta kl_estimator entropy_coef max_completion_length "
@@ -198,6 +198,7 @@ FIELDS = {
     Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",
     TurnsConfig: "max_turns max_tokens turn_discount credit environment_workers environment_timeout agent_workers "
     "on_error error_reward rewritten_turns",
+    RewardCalls: "reward_retries reward_concurrency on_reward_error",
 }
 
 

@@ -1,6 +1,5 @@
 """What a newcomer writes first, from TRL or by guessing: each ends in an error that says what to write."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import strop
 from strop.algorithms.distill import Distill
 from strop.algorithms.dpo import DPO
 from strop.algorithms.grpo import GRPO
-from strop.algorithms.online_dpo import OnlineDPO
 from strop.algorithms.ppo import PPO
 from strop.algorithms.sft import SFT
 from strop.config import DPOConfig, GRPOConfig
@@ -23,15 +21,6 @@ ROWS = [{"text": [1, 2, 3]}]
 
 def zeros(completions):
     return [0.0 for _ in completions]
-
-
-async def later(completions):
-    return [0.0 for _ in completions]
-
-
-class Later:
-    async def __call__(self, completions):
-        return [0.0 for _ in completions]
 
 
 # ---- names of TRL ----
@@ -118,17 +107,6 @@ def test_quantised_weights_of_load_model(tmp_path):
 def test_arguments_that_train_does_not_have(argument, hint):
     with pytest.raises(TypeError, match=hint):
         SFT(model=moe()).train(ROWS, **{argument: None})
-
-
-@pytest.mark.parametrize("function", [later, Later(), functools.partial(later), [zeros, later]])
-def test_async_rewards_are_refused_before_the_first_step(function):
-    with pytest.raises(TypeError, match=r"reward_fn must be a plain function, found the async function [Ll]ater"):
-        GRPO(model=moe(), reward_fn=function)
-
-
-def test_async_preference_is_refused():
-    with pytest.raises(TypeError, match="preference_fn must be a plain function, found the async function later"):
-        OnlineDPO(model=moe(), preference_fn=later)
 
 
 # ---- targets of LoRA ----

@@ -395,8 +395,8 @@ def test_a_judge_asks_for_columns_by_name():
     ("returned", "message"),
     [
         ([0], "must return one number for each of the 2 pairs, found 1 (pair 1, prompt 'q')"),
-        ([0, 2], "must return 0 or 1 (the index of the better), found 2 (pair 1, prompt 'q')"),
-        ([0.5, 1], "found 0.5 (pair 0, prompt 'p')"),
+        ([0, 2], "must return 0 or 1 (the index of the better) or 0.5 (a tie), found 2 (pair 1, prompt 'q')"),
+        ([0.7, 1], "found 0.7 (pair 0, prompt 'p')"),
         ([None, 1], "found None"),
     ],
 )

@@ -380,6 +380,15 @@ def test_an_agent_that_raises_stops_the_run_or_ends_its_trajectory():
     assert "lost" in found[2].failure
 
 
+def test_of_a_group_of_errors_the_first_is_named():
+    async def agent(row, client):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(raising, {"prompt": "dab"}, client))
+
+    with pytest.raises(EnvironmentFailure, match="agent agent raised KeyError: 'lost'"):
+        record(agent, rows=ROWS[:1])
+
+
 @pytest.mark.parametrize("says", ["x", float("nan"), {"right": None}, {3: 1.0}])
 def test_what_is_no_reward_stops_the_run(says):
     def agent(row, client):

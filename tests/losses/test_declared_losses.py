@@ -10,7 +10,7 @@ import torch
 from strop.config.policy_losses import POLICY_LOSSES, PolicyLossType
 from strop.losses import PolicyRule, PreferenceRule, token_policy_loss
 from strop.losses.preference import PreferenceOptions
-from strop.losses.rules import PolicyOptions, token_terms
+from strop.losses.rules import PolicyOptions, from_text, token_terms
 from strop.ops.rows import kernels
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
@@ -72,7 +72,8 @@ def test_page_lists_the_loss(loss_type):
     assert f"`{loss_type}`" in PAGE.read_text(encoding="utf-8")
 
 
-def test_a_new_loss_is_one_entry(monkeypatch):
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_new_loss_is_one_entry(monkeypatch, clips):
     """A loss with a row of its own in the table is accepted and computed: −A·log π, the policy gradient."""
 
     def policy_gradient(tokens, rule):
@@ -81,13 +82,14 @@ def test_a_new_loss_is_one_entry(monkeypatch):
     def d_policy_gradient(ratio_N, advantages_N, bounds):
         return -advantages_N
 
-    entry = PolicyLossType(policy_gradient, d_policy_gradient, "tokens", None)
+    entry = PolicyLossType(policy_gradient, d_policy_gradient, "tokens", None, clips=clips)
     monkeypatch.setitem(POLICY_LOSSES, "reinforce", entry)
     logps_N, old_N, advantages_N = tokens()
     rule = PolicyRule(loss_type="reinforce")
     terms_3N, derivative_N = token_terms(logps_N, old_N, None, advantages_N, torch.ones_like(logps_N), rule)
     assert torch.equal(terms_3N[0], -advantages_N * logps_N)
     assert torch.equal(derivative_N, -advantages_N)
+    assert from_text(rule.text).type is entry, "operators of torch.ops carry a rule as text"
 
 
 @pytest.mark.parametrize(("options", "rule"), [(PolicyOptions, PolicyRule), (PreferenceOptions, PreferenceRule)])

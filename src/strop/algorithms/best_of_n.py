@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from strop._checks import check_count
+from strop._checks import check_count, check_timeout
 from strop._types import Array, Json, Row, Texts
 from strop.config import TurnsConfig
 from strop.config.base import unknown_option
@@ -16,7 +16,7 @@ from strop.data.inputs import as_prompts, as_rows, check_tokenizer
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import environment_rows, make_player
 from strop.models import as_policy, load_model
-from strop.rewards import RewardFunctions, check_timeout, reward_columns
+from strop.rewards import RewardFunctions, reward_columns
 from strop.rollout import Sampler, Sampling
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)

@@ -13,6 +13,7 @@ B completions, P prompts, T tokens. Completions of a prompt are adjacent.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded, sampled_and_trained
@@ -110,7 +111,8 @@ class GRPO(PolicyGradient):
         else:
             rewards_B = batch.rewards.total_B
             # in float64, so that float32 rewards give the nearest float32
-            found_B = compute_batch_group_advantages(
+            of = _advantages_of_known if rewards_B.isnan().any() else compute_batch_group_advantages
+            found_B = of(
                 rewards_B.double().numpy(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
                 scale=config.advantage_scale,
             )  # fmt: skip
@@ -157,4 +159,17 @@ class GRPO(PolicyGradient):
 def without_signal(trajectories: Sequence[Trajectory], group_size: int) -> torch.Tensor:
     """Return [P] bool: True where all rewards of a group are equal, so that its advantages are 0."""
     groups_PG = torch.tensor([one.reward for one in trajectories]).view(-1, group_size)
-    return (groups_PG == groups_PG[:, :1]).all(1)
+    smallest_P = groups_PG.nan_to_num(nan=torch.inf).amin(1)  # NaN: a reward that failed
+    return groups_PG.nan_to_num(nan=-torch.inf).amax(1) <= smallest_P
+
+
+def _advantages_of_known(rewards_B: np.ndarray, group_size: int, *, ddof: int, eps: float, scale: str) -> np.ndarray:
+    """Return [B] advantages where some rewards are NaN, which failed: 0 for those, and the others' without them."""
+    found_B = np.zeros_like(rewards_B)
+    for start in range(0, len(rewards_B), group_size):
+        there = start + np.flatnonzero(~np.isnan(rewards_B[start : start + group_size]))
+        if len(there) > max(ddof, 1):
+            own = "group" if scale == "group" else "none"
+            found_B[there] = compute_batch_group_advantages(rewards_B[there], len(there), ddof=ddof, eps=eps, scale=own)
+    known_N = rewards_B[~np.isnan(rewards_B)]
+    return found_B / (known_N.std(ddof=ddof) + eps) if scale == "batch" and len(known_N) > ddof else found_B

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from strop import _trl
@@ -71,9 +72,11 @@ class OnPolicy(Trainer):
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
         if reward_fn is not None:
-            self.rewards = RewardFunctions(reward_fn, config.reward_weights, config.reward_timeout, config.find_failing)
+            judging = config.reward_timeout, config.find_failing, config.calls
+            self.rewards = RewardFunctions(reward_fn, config.reward_weights, *judging)
         if preference_fn is not None:
-            self.preference = PreferenceFunction(preference_fn, config.reward_timeout, config.find_failing)
+            judging = config.reward_timeout, config.find_failing, config.calls
+            self.preference = PreferenceFunction(preference_fn, *judging)
         self.player = trainers_player(self, environment, tools, agent)
         self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
@@ -246,8 +249,10 @@ class OnPolicy(Trainer):
         metrics = batch.rewards.metrics | completion_metrics(batch.ends)
         if num_samples == 1:
             return metrics
-        answers, rewards_B = self.of_all(answers), batch.rewards.total_B.double().numpy()
-        for name, values in sample_metrics(rewards_B.reshape(-1, num_samples), answers).items():
+        answers, rewards_PK = self.of_all(answers), batch.rewards.total_B.double().numpy().reshape(-1, num_samples)
+        known_P = ~np.isnan(rewards_PK).any(1)  # prompts without a failed reward
+        answers = [answer for i, answer in enumerate(answers) if known_P[i // num_samples]]
+        for name, values in sample_metrics(rewards_PK[known_P], answers).items():
             of = interval(values.tolist())
             metrics |= {name: of["mean"], f"{name}/low": of["low"], f"{name}/high": of["high"]}
         return metrics
@@ -387,7 +392,7 @@ class PolicyGradient(OnPolicy):
         self.count_tokens(sum(map(len, trajectories)))
         assert batch.rewards is not None
         return metrics | {
-            "mean_reward": batch.rewards.total_B.double().mean().item(),
+            "mean_reward": batch.rewards.mean,
             "mean_kl": metrics.get("kl", 0.0),
         }
 
@@ -399,9 +404,11 @@ class PolicyGradient(OnPolicy):
         return found if self.world.size == 1 else self.world.any(found)
 
     def loss_tokens(self, batch: WholeBatch) -> list[int]:
-        """Return [B], the number of loss tokens of each completion; 0 for truncated ones if those are masked."""
+        """Return [B], the number of loss tokens of each completion; 0 if its reward failed, or it is truncated and masked."""
         masks = self.config.mask_truncated
-        return [length if why in ENDED or not masks else 0 for length, why, _ in batch.ends]
+        failed_B = [False] * len(batch.ends) if batch.rewards is None else batch.rewards.failed_B.tolist()
+        ends = zip(batch.ends, failed_B, strict=True)
+        return [0 if failed or (masks and why not in ENDED) else length for (length, why, _), failed in ends]
 
     def minibatches(self, num_completions: int) -> Iterator[list[int]]:
         """Yield the indices of the completions of each update.

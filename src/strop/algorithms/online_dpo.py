@@ -99,7 +99,8 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     def reward(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill `reward` and `self.samples`.
 
-        With preference_fn the reward of the preferred completion is 1, of the other 0.
+        With preference_fn the reward of the preferred completion is 1, of the other 0; both have 0.5 if they tie, and NaN if
+        the call failed.
         """
         if self.preference is None:
             super().reward(trajectories)
@@ -114,8 +115,8 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
             completions = rows["completions"]
             better = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
             for i, trajectory in enumerate(trajectories):
-                trajectory.reward = float(better[i // 2] == i % 2)
-            self.samples = sample_table(rows, preferred=[bool(one.reward) for one in trajectories])
+                trajectory.reward = 1 - abs(better[i // 2] - i % 2)
+            self.samples = sample_table(rows, preferred=[one.reward == 1 for one in trajectories])
 
     def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""
@@ -145,7 +146,7 @@ def _first_tokens(whole: Trajectory, most: int) -> Trajectory:
 def _ordered(trajectories: Sequence[Trajectory]) -> list[Pair]:
     """Return (chosen, rejected) of each pair with different rewards."""
     pairs = zip(trajectories[::2], trajectories[1::2], strict=True)
-    return [(a, b) if a.reward > b.reward else (b, a) for a, b in pairs if a.reward != b.reward]
+    return [(a, b) if a.reward > b.reward else (b, a) for a, b in pairs if a.reward > b.reward or a.reward < b.reward]
 
 
 def _ref_sums(pairs: Sequence[Pair]) -> torch.Tensor:

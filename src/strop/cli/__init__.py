@@ -83,7 +83,7 @@ def _hint_for_trl(error: Exception, path: str) -> str | None:
     flag, command = getattr(error, "option_name", None), path.rpartition(" ")[2]
     if flag is None or command not in train.ALGORITHMS:
         return None
-    algorithm = train.ALGORITHMS[command][0]
+    algorithm = train.ALGORITHMS[command].algorithm
     told = _trl.hint(flag.lstrip("-").replace("-", "_"), algorithm)
     return f"No such option: {flag}; {told}" if told else None
 

@@ -17,11 +17,12 @@ from strop._checks import is_conversation, printable
 from strop._types import Json, Row, Tokenizer
 from strop.cli.job import JobConfig, job_options, load_tokenizer, shaped
 from strop.cli.options import number_option, option, with_options
+from strop.cli.train import ALGORITHMS
 from strop.data.ahead import PART
 from strop.data.files import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
-PROMPTED = "grpo, ppo, online-dpo, distill"
+PROMPTED = ", ".join(name for name, command in ALGORITHMS.items() if command.prompted)
 TAKEN_BY = {
     "language_modeling": "sft",
     "prompt_completion": f"sft, {PROMPTED}; with a column label, true or false, also kto",

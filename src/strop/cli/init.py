@@ -18,17 +18,6 @@ from strop.cli.train import ALGORITHMS, options_for
 # options that users often change, in a sensible order; "name: value" is set, the others are commented out
 SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
           "autocast", "gradient_checkpointing", "lora.r", "eval_data", "eval_every", "save_every", "seed", "log")  # fmt: skip
-SAMPLED = ("model", "data", "map", "template", "chat", "reward", "max_new_tokens", "temperature")
-WORTH = {
-    "sft": ("model", "data", "map"),
-    "dpo": ("model", "data", "map", "beta", "loss_type"),
-    "kto": ("model", "data", "map", "beta", "loss_type", "desirable_weight", "undesirable_weight"),
-    "reward": ("model", "data", "map", "center_coef"),
-    "grpo": (*SAMPLED, "group_size", "kl_coef", "loss_type", "inner_epochs", "mask_truncated"),
-    "ppo": (*SAMPLED, "critic", "critic_learning_rate", "kl_coef", "lam", "value_coef", "inner_epochs"),
-    "distill": ("model", "ref_model", "data", "map", "template", "chat", "divergence", "on_policy", "max_new_tokens", "temperature"),
-    "online-dpo": (*SAMPLED, "preference", "beta"),
-}  # fmt: skip
 GIVEN = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "data": "rows.jsonl", "reward": "rewards.py:reward"}
 GIVEN_TOO = {"distill": {"ref_model": "HuggingFaceTB/SmolLM2-360M-Instruct"}}  # the teacher
 
@@ -63,10 +52,10 @@ def config_text(algorithm: str, schema: str | None = None) -> str:
     """Return the file's text: options with their descriptions and defaults."""
     options = {one.path: one for one in options_for(algorithm)}
     lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
-    lines += [f"# {ALGORITHMS[algorithm][1]}"]
+    lines += [f"# {ALGORITHMS[algorithm].about}"]
     lines += [f"# A commented-out option shows its default. All options: strop train {algorithm} -h", ""]
     given = GIVEN | GIVEN_TOO.get(algorithm, {})
-    for name in dict.fromkeys((*WORTH[algorithm], *SHARED)):
+    for name in dict.fromkeys((*ALGORITHMS[algorithm].shown, *SHARED)):
         if name not in options:
             continue
         part, _, leaf = name.rpartition(".")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -41,22 +41,53 @@ if TYPE_CHECKING:
     from strop.training.state import History
     from strop.training.trainer import Trainer
 
+
+class Command(NamedTuple):
+    """An algorithm on the command line.
+
+    algorithm   its class
+    about       its description in the help
+    arguments   its arguments besides the model: functions, environment, tools, agent, critic
+    shown       the options that `strop init` shows, before those of all algorithms
+    prompted    its rows need nothing but a prompt
+    """
+
+    algorithm: str
+    about: str
+    arguments: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    prompted: bool = False
+
+
+OFFLINE = ("model", "data", "map")
+SAMPLED = (*OFFLINE, "template", "chat", "reward", "max_new_tokens", "temperature")
 ALGORITHMS = {
-    # command: class, description
-    "sft": ("SFT", "Imitate given completions."),
-    "dpo": ("DPO", "Learn from pairs which of two completions is the better one."),
-    "kto": ("KTO", "Learn from single completions that are labelled desirable or not."),
-    "reward": ("RewardModel", "Learn from pairs a number for completions, to be used as a reward."),
-    "grpo": ("GRPO", "Reinforcement learning from rewards compared within a group."),
-    "ppo": ("PPO", "Reinforcement learning with a critic."),
-    "distill": ("Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes."),
-    "online-dpo": ("OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges."),
-}
-ARGUMENTS = {  # further arguments of algorithms, besides the model
-    "grpo": ("reward", "environment", "tools", "agent"),
-    "ppo": ("reward", "critic"),
-    "online-dpo": ("reward", "preference", "environment", "tools"),
-}
+    "sft": Command("SFT", "Imitate given completions.", shown=OFFLINE),
+    "dpo": Command("DPO", "Learn from pairs which of two completions is the better one.", shown=(*OFFLINE, "beta", "loss_type")),
+    "kto": Command(
+        "KTO", "Learn from single completions that are labelled desirable or not.",
+        shown=(*OFFLINE, "beta", "loss_type", "desirable_weight", "undesirable_weight"),
+    ),
+    "reward": Command(
+        "RewardModel", "Learn from pairs a number for completions, to be used as a reward.", shown=(*OFFLINE, "center_coef")
+    ),
+    "grpo": Command(
+        "GRPO", "Reinforcement learning from rewards compared within a group.", ("reward", "environment", "tools", "agent"),
+        (*SAMPLED, "group_size", "kl_coef", "loss_type", "inner_epochs", "mask_truncated"), prompted=True,
+    ),
+    "ppo": Command(
+        "PPO", "Reinforcement learning with a critic.", ("reward", "critic"),
+        (*SAMPLED, "critic", "critic_learning_rate", "kl_coef", "lam", "value_coef", "inner_epochs"), prompted=True,
+    ),
+    "distill": Command(
+        "Distill", "Learn a teacher's distribution (--ref-model) on what the model itself writes.",
+        shown=("model", "ref_model", *SAMPLED[1:5], "divergence", "on_policy", *SAMPLED[6:]), prompted=True,
+    ),
+    "online-dpo": Command(
+        "OnlineDPO", "DPO on pairs that the model makes and a reward or preference judges.",
+        ("reward", "preference", "environment", "tools"), (*SAMPLED, "preference", "beta"), prompted=True,
+    ),
+}  # fmt: skip
 ConfigT = TypeVar("ConfigT", bound=Config)
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -69,14 +100,14 @@ app = typer.Typer(
 
 def config_class(command: str) -> type[TrainerConfig]:
     """Return the config of a command's algorithm."""
-    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command][0]}Config")
+    found: type[TrainerConfig] = getattr(configs, f"{ALGORITHMS[command].algorithm}Config")
     return found
 
 
 def algorithm_class(command: str) -> Any:
     """Import and return a command's algorithm."""
     try:
-        return getattr(strop, ALGORITHMS[command][0])
+        return getattr(strop, ALGORITHMS[command].algorithm)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
@@ -141,9 +172,9 @@ def _command(command: str) -> Callable[..., None]:
     return with_options(train, options_for(command))
 
 
-for name, (_, about) in ALGORITHMS.items():
-    in_full = f"{about} Options come from --config, then from the command line."
-    app.command(name, help=in_full, short_help=about)(_command(name))
+for _name, _entry in ALGORITHMS.items():
+    in_full = f"{_entry.about} Options come from --config, then from the command line."
+    app.command(_name, help=in_full, short_help=_entry.about)(_command(_name))
 
 
 # ---- the run ----
@@ -268,20 +299,19 @@ def changed_options(job: JobConfig) -> Json:
 
 def _functions(command: str, job: JobConfig, task: object) -> Json:
     """Return the trainer's arguments besides the model: functions, environment, tools, agent, critic."""
-    takes = ARGUMENTS.get(command, ())
+    takes = ALGORITHMS[command].arguments
     for name in ("environment", "tools", "agent", "critic", "reward", "preference"):
         if name not in takes and getattr(job, name) is not None:
-            has = "rewards" if name == "preference" and takes else "none"
+            has = "rewards" if name == "preference" and "reward" in takes else "none"
             raise ValueError(f"{name} must not be given: {command} has {has}")
-    if not takes:
-        return {}
-    found: Json = {"critic": job.critic}
-    if "tools" in takes:
-        found = {"environment": load_environment(job), "tools": load_tools(job)}
-    if "agent" in takes:
-        found["agent"] = load_agent(job)
+    load = {
+        "environment": load_environment, "tools": load_tools, "agent": load_agent, "critic": lambda job: job.critic
+    }  # fmt: skip
+    found = {name: load[name](job) for name in takes if name in load}
     if job.preference is not None:
         return found | {"preference_fn": load_function(job.preference, "preference")}
+    if "reward" not in takes:
+        return found
     rewards = load_rewards(job, task)
     if not rewards and found.get("environment") is None and found.get("agent") is None:
         ways = "--reward file.py:function, a --task that has one, or an --environment"

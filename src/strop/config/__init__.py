@@ -12,6 +12,7 @@ from strop.config.on_policy import PPOConfig as PPOConfig
 from strop.config.policy_losses import PolicyRule as PolicyRule
 from strop.config.preference_losses import PreferenceRule as PreferenceRule
 from strop.config.preference_losses import UnpairedRule as UnpairedRule
+from strop.config.sampling import RewardCalls as RewardCalls
 from strop.config.sampling import Sampling as Sampling
 from strop.config.sampling import ServerConfig as ServerConfig
 from strop.config.sampling import TurnsConfig as TurnsConfig

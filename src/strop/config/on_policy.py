@@ -8,7 +8,7 @@ from strop._checks import check_number
 from strop.config.base import choice, count, number
 from strop.config.offline import DPOConfig
 from strop.config.policy_losses import PolicyRule
-from strop.config.sampling import Sampling, ServerConfig, TurnsConfig
+from strop.config.sampling import RewardCalls, Sampling, ServerConfig, TurnsConfig
 from strop.config.training import OptimConfig, TrainerConfig
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
@@ -31,6 +31,7 @@ class RewardOptions(TrainerConfig):
     reward_timeout: float | None = number(None, 0, open_low=True)
     find_failing: bool = False
     num_eval_samples: int = count(1, low=1)
+    calls: RewardCalls = field(default_factory=RewardCalls)
     sampling: Sampling = field(default_factory=Sampling)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -132,6 +133,8 @@ class GRPOConfig(PolicyGradientConfig):
         if self.fill_batch and self.server.max_staleness:
             raise ValueError("fill_batch must be False with max_staleness, which samples the next step's prompts ahead")
 
+        if self.calls.on_reward_error == "leave_out" and self.turns.credit == "turn":
+            raise ValueError('on_reward_error must be "raise" with credit="turn", found "leave_out"')
         rule = replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
         object.__setattr__(self, "rule", rule)
 
@@ -176,6 +179,10 @@ class PPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.calls.on_reward_error == "leave_out":
+            raise ValueError(
+                'on_reward_error must be "raise": PPO needs the reward of every completion, found "leave_out"'
+            )
         rule = replace(self.loss, max_completion_length=self.sampling.max_new_tokens)  # the KL is in the rewards
         object.__setattr__(self, "rule", rule)
 

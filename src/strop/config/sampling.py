@@ -122,3 +122,17 @@ class TurnsConfig(Config):
     on_error: str = choice("raise", ("raise", "end"))
     error_reward: float = number(0.0)
     rewritten_turns: str = choice("refuse", ("refuse", "keep"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCalls(Config):
+    """How reward and preference functions are called.
+
+    reward_retries       how often a call that raised or was late is made again, after 0.5 s, 1 s, 2 s …
+    reward_concurrency   calls of one async function at the same time, if it is called once for each completion
+    on_reward_error      a call that fails stops the run ("raise"), or its completions are left out of the loss ("leave_out")
+    """
+
+    reward_retries: int = count(0)
+    reward_concurrency: int = count(64, low=1)
+    on_reward_error: str = choice("raise", ("raise", "leave_out"))

@@ -159,6 +159,8 @@ class Recorder:
                 f"must return within environment_timeout={self.config.environment_timeout:g} seconds, found it running"
             )
         elif error is not None:
+            while isinstance(error, BaseExceptionGroup):  # of tasks; the first one's error says more
+                error = error.exceptions[0]
             what = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         else:
             try:

@@ -15,7 +15,7 @@ from typing import Self, TypedDict
 import torch
 
 from strop._types import Context
-from strop.config.policy_losses import ClipBounds, ClipEps, PolicyRule, Tokens, cut
+from strop.config.policy_losses import POLICY_LOSSES, ClipBounds, ClipEps, PolicyRule, Tokens, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def from_text(text: str) -> TokenRule:
         options["delta"] = float(delta)
     if loss_type == "sapo":
         options["sapo_temperatures"] = float(low), float(high)
-    else:
+    elif POLICY_LOSSES[loss_type].clips:
         options["clip_eps"] = float(low), float(high)
     return PolicyRule(**options)
 

@@ -1,6 +1,7 @@
 """The state of a run: its position, its measured metrics, and the states of its random generators."""
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -124,6 +125,7 @@ def difficulty_of(rows: PreparedRows, curriculum: str | None) -> list[float] | N
     return found
 
 
+@functools.lru_cache(maxsize=2)  # a step may ask for its epoch's and the next
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
     """Return the order of an epoch's rows, in 8 bytes a row: Python's `random.shuffle` of their indices."""
     draw = random.Random(f"{seed}/{epoch}")

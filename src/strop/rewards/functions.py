@@ -11,15 +11,19 @@ A function may have these parameters: completions and prompts (texts with a toke
 completion_ids and prompt_ids (always tensors), and every column of the dataset. Each is a list with one entry per
 completion; **kwargs receives all.
 
+An `async def` function runs at the same time as the others. With a parameter `completion` in place of `completions` it is
+called once for each completion, several at the same time; its other parameters are one entry each, `prompt` among them.
+
 A reward that is missing, late, not a number or not finite raises a `RewardError` that names the function, the
 completion's index and its prompt; so does an exception. There is no default reward, because the model would learn from
-a silent zero.
+a silent zero. With on_reward_error="leave_out" the completions of a call that failed have the reward NaN, which stands for
+none, and are left out of the loss.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
-import hashlib
 import inspect
 import itertools
 import math
@@ -28,27 +32,37 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from strop._checks import check_timeout, did_you_mean
 from strop._types import Json, Row, Tokenizer
+from strop.config import RewardCalls
 from strop.data.batch import Trajectory
 from strop.data.formats import column_counts
 from strop.data.inputs import RESERVED
 from strop.distributed import World
+from strop.rewards import async_calls
 
 Rows = Mapping[str, Sequence[Any]]
 
 LARGEST = torch.finfo(torch.float32).max
-METRICS = ("mean", "std", "zero_std_fraction", "resampled_fraction")  # reward/… of all functions together
+METRICS = (
+    "mean",
+    "std",
+    "zero_std_fraction",
+    "resampled_fraction",
+    "failed_fraction",
+)  # reward/… of all functions together
 Arguments = tuple[list[list[Any]], dict[str, list[Any]]]  # positional and keyword; each has one entry per completion
+FAILED = object()  # the value of a completion or pair whose call failed, where such are left out of the loss
+GRACE = 5.0  # seconds that the event loop may be late
 
 
 class RewardError(ValueError):
@@ -57,7 +71,10 @@ class RewardError(ValueError):
 
 @dataclass
 class Rewards:
-    """The rewards of several completions, in float32: total_B = Σ weight·column, and the columns by function name."""
+    """The rewards of several completions, in float32: total_B = Σ weight·column, and the columns by function name.
+
+    A completion whose reward failed has NaN, and counts in no metric.
+    """
 
     total_B: torch.Tensor
     columns: dict[str, torch.Tensor]
@@ -86,16 +103,27 @@ class Rewards:
         return self if world.size == 1 else Rewards.joined(world.gathered(self), list(self.columns))
 
     @property
-    def shown(self) -> dict[str, list[float]]:
-        """The columns for `sample_table`: the total rewards and, with several functions, those of each."""
+    def shown(self) -> dict[str, list[float | None]]:
+        """The columns for `sample_table`: the total rewards and, with several functions, those of each; None if failed."""
         each = {f"reward/{name}": column_B.tolist() for name, column_B in self.columns.items()}
-        return {"reward": self.total_B.tolist()} | (each if len(each) > 1 else {})
+        found = {"reward": self.total_B.tolist()} | (each if len(each) > 1 else {})
+        return {name: [None if math.isnan(value) else value for value in values] for name, values in found.items()}
 
     @property
     def metrics(self) -> dict[str, float]:
-        total_B = self.total_B.double()
+        total_B = self.total_B[~self.failed_B].double()
         found = {"reward/mean": total_B.mean().item(), "reward/std": total_B.std(correction=0).item()}
-        return found | {f"reward/{name}": column.double().mean().item() for name, column in self.columns.items()}
+        found |= {f"reward/{name}": column.double().nanmean().item() for name, column in self.columns.items()}
+        return found | ({"reward/failed_fraction": self.failed_B.double().mean().item()} if self.failed_B.any() else {})
+
+    @property
+    def failed_B(self) -> torch.Tensor:
+        """True for completions whose reward failed."""
+        return self.total_B.isnan()
+
+    @property
+    def mean(self) -> float:
+        return self.total_B.double().nanmean().item()
 
 
 class RewardFunctions:
@@ -105,6 +133,7 @@ class RewardFunctions:
     timeout   seconds for one call of one function; None waits forever. `time_limit` says what it can stop.
     find_failing   call a function that raised again, one completion at a time, so that the error names the failing one.
                    Off by default, because calls may cost money
+    calls     what happens when a call fails, and how many calls of an async function run at the same time
     """
 
     def __init__(
@@ -113,6 +142,7 @@ class RewardFunctions:
         weights: Sequence[float] | None = None,
         timeout: float | None = None,
         find_failing: bool = False,
+        calls: RewardCalls | None = None,
     ):
         self.functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not self.functions:
@@ -120,14 +150,13 @@ class RewardFunctions:
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward_fn must be a function or several, found {type(function).__name__}")
-            _refuse_async(function, "reward_fn")
         self.weights = [1.0] * len(self.functions) if weights is None else _as_numbers(weights)
         if len(self.weights) != len(self.functions):
             wanted = f"one for each of the {len(self.functions)} functions"
             raise ValueError(f"reward_weights must be {wanted}, found {len(self.weights)}")
         if not all(map(math.isfinite, self.weights)):
             raise ValueError(f"reward_weights must be finite, found {self.weights}")
-        self.timeout, self.find_failing = check_timeout(timeout), find_failing
+        self.caller = Caller(check_timeout(timeout), find_failing, calls or RewardCalls())
         self.names = unique_names(self.functions)
         for name in self.names:
             if name in METRICS:
@@ -147,17 +176,15 @@ class RewardFunctions:
         columns = {}
         if not len(total_B):  # a process without prompts calls no function
             return Rewards.joined([], self.names)
-        for function, name, weight in zip(self.functions, self.names, self.weights, strict=True):
-            column_B = torch.tensor(self._score(function, name, rows), dtype=torch.float64)
+        found = self.caller.call_all(list(zip(self.functions, self.names, strict=True)), rows)
+        for name, weight, values in zip(self.names, self.weights, found, strict=True):
+            rewards = [as_reward(value, index, name, rows) for index, value in enumerate(values)]
+            column_B = torch.tensor(rewards, dtype=torch.float64)
             total_B += weight * column_B
             columns[name] = column_B.float()
+        if total_B.isnan().all():
+            raise RewardError(f"no completion has a reward: {self.caller.last_failure}")
         return Rewards(total_B.float(), columns)
-
-    def _score(self, function: Callable[..., object], name: str, rows: Rows) -> list[float]:
-        given = arguments_for(function, name, rows)
-        returned = call_checked(function, name, given, rows, self.timeout, self.find_failing)
-        values = as_values(returned, len(rows["completions"]), f"reward function {name}", rows)
-        return [as_reward(value, index, name, rows) for index, value in enumerate(values)]
 
 
 def _as_numbers(weights: object) -> list[float]:
@@ -167,59 +194,82 @@ def _as_numbers(weights: object) -> list[float]:
 
 
 class PreferenceFunction:
-    """A preference function: preference_fn(pairs) returns 0 for each pair (a, b) where a is better, 1 where b is.
+    """A preference function: preference_fn(pairs) returns 0 for each pair (a, b) where a is better, 1 where b is, 0.5 for a tie.
 
-    a and b are texts, or 1-D tensors of ids. The function may have further parameters: prompts, prompt_ids and the
+    A tie is left out of the loss. a and b are texts, or 1-D tensors of ids. The function may have further parameters: prompts, prompt_ids and the
     dataset's columns, with one entry per pair.
     """
 
-    def __init__(self, function: object, timeout: float | None = None, find_failing: bool = False):
+    def __init__(
+        self,
+        function: object,
+        timeout: float | None = None,
+        find_failing: bool = False,
+        calls: RewardCalls | None = None,
+    ):
         if not callable(function):
             raise TypeError(f"preference_fn must be a function, found {type(function).__name__}")
-        _refuse_async(function, "preference_fn")
-        self.function, self.timeout, self.find_failing = function, check_timeout(timeout), find_failing
+        self.function, self.caller = function, Caller(check_timeout(timeout), find_failing, calls or RewardCalls())
         self.name = unique_names([function])[0]
 
     def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
         """Raise if the function needs a column that not every row has; see `RewardFunctions.check`."""
         check_columns(self.function, self.name, ("pairs", *besides), rows, name)
 
-    def __call__(self, pairs: Sequence[tuple[object, object]], columns: Rows | None = None) -> list[int]:
+    def __call__(self, pairs: Sequence[tuple[object, object]], columns: Rows | None = None) -> list[float]:
+        """Return the function's value for each pair; NaN if its call failed and failures are left out."""
         if not pairs:
             return []
         rows = {**(columns or {}), "pairs": pairs}
-        given = arguments_for(self.function, self.name, rows)
-        returned = call_checked(self.function, self.name, given, rows, self.timeout, self.find_failing)
-        values = as_values(returned, len(pairs), f"preference function {self.name}", rows)
-        values = [_as_number(value) for value in values]
-        for index, value in enumerate(values):
-            if not isinstance(value, numbers.Real) or value not in (0, 1):
-                found = f"found {value!r} {where(index, rows)}"
-                raise RewardError(
-                    f"preference function {self.name} must return 0 or 1 (the index of the better), {found}"
-                )
-        return [int(value) for value in values]
+        (values,) = self.caller.call_all([(self.function, self.name)], rows)
+        if all(value is FAILED for value in values):
+            raise RewardError(f"no pair has a preference: {self.caller.last_failure}")
+        return [self._preference(value, index, rows) for index, value in enumerate(values)]
 
-
-def _refuse_async(function: object, argument: str) -> None:
-    """Raise for an async function: calling it returns a coroutine and no rewards."""
-    inner = getattr(function, "func", function)  # functools.partial
-    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
-        name = unique_names([function])[0]
-        hint = "async ones are not supported yet; a plain one may await others by asyncio.run(…)"
-        raise TypeError(f"{argument} must be a plain function, found the async function {name}: {hint}")
+    def _preference(self, value: object, index: int, rows: Rows) -> float:
+        if value is FAILED:
+            return math.nan
+        value = _as_number(value)
+        if not isinstance(value, numbers.Real) or value not in (0, 0.5, 1):
+            raise RewardError(
+                f"preference function {self.name} must return 0 or 1 (the index of the better) or 0.5 (a tie), "
+                f"found {value!r} {where(index, rows)}"
+            )
+        return float(value)
 
 
 # ---- calling ----
 
 
+SINGULAR = {"completions": "completion", "prompts": "prompt", "pairs": "pair"}  # in functions called once for each row
+
+
 def judged(rows: Rows) -> str:
     """Return the column that the function judges: "completions", or "pairs" for a preference function."""
-    return "completions" if "completions" in rows else "pairs"
+    return next(name for name in ("completions", "completion", "pairs", "pair") if name in rows)
+
+
+def is_async(function: Any) -> bool:
+    """Return whether calling this function returns a coroutine."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def takes_one(function: object) -> bool:
+    """Return whether this is an async function that is called once for each completion or pair."""
+    return is_async(function) and any(p.name in ("completion", "pair") for p in _parameters(function))
+
+
+def rows_for(function: object, rows: Rows) -> Rows:
+    """Return the columns under the names that the function's parameters have."""
+    if not takes_one(function):
+        return rows
+    return {SINGULAR.get(column, column): values for column, values in rows.items()}
 
 
 def arguments_for(function: object, name: str, rows: Rows) -> Arguments:
     """Return the arguments for the function: the columns named by its parameters."""
+    rows = rows_for(function, rows)
     what = judged(rows)
     first = list(rows[what])
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
@@ -276,8 +326,106 @@ def _refuse_near_miss(parameters: Sequence[inspect.Parameter], name: str, rows: 
 
 def _unknown_parameter(parameter: str, name: str, rows: Rows, what: str) -> str:
     hint = did_you_mean(parameter, rows, "{}", cutoff=0.75) or f"there are {', '.join(sorted(rows))}"
-    kind = "reward" if what == "completions" else "preference"
+    kind = "preference" if what.startswith("pair") else "reward"
     return f"{kind} function {name} asks for {parameter!r}, which is no column of the rows; {hint}"
+
+
+class Caller:
+    """Calls functions with limits. Async functions run at the same time as all others; plain ones one after another.
+
+    timeout        seconds for one call; None waits forever
+    find_failing   call a plain function that raised again, one completion at a time, to name the one that fails
+    last_failure   the error of the last call that failed and was left out
+    """
+
+    def __init__(self, timeout: float | None, find_failing: bool, calls: RewardCalls):
+        self.timeout, self.find_failing, self.calls = timeout, find_failing, calls
+        self.last_failure: RewardError | None = None
+
+    def call_all(self, functions: Sequence[tuple[Any, str]], rows: Rows) -> list[list[Any]]:
+        """Return what each function, given with its name, says of the rows: one value a row, FAILED if it is left out."""
+        begun = {i: self._begin(*functions[i], rows) for i in range(len(functions)) if is_async(functions[i][0])}
+        try:
+            found = {i: self._call(*functions[i], rows) for i in range(len(functions)) if i not in begun}
+            found |= {i: self._end(future, *functions[i], rows) for i, future in begun.items()}
+        finally:
+            for future in begun.values():
+                future.cancel()
+        return [found[i] for i in range(len(functions))]
+
+    def _call(self, function: Any, name: str, rows: Rows) -> list[Any]:
+        given, num_rows = arguments_for(function, name, rows), len(rows[judged(rows)])
+        for attempt in range(self.calls.reward_retries + 1):
+            if attempt:
+                time.sleep(async_calls.pause_before(attempt))
+            try:
+                returned = call_checked(function, name, given, rows, self.timeout, self.find_failing)
+                break
+            except RewardError as error:
+                failure = error
+        else:
+            return [self._failed(failure)] * num_rows
+        return as_values(returned, num_rows, kind_of(name, rows), rows)
+
+    def _failed(self, error: RewardError) -> object:
+        """Return FAILED, or raise the error unless failures are left out."""
+        if self.calls.on_reward_error == "raise":
+            raise error
+        if self.last_failure is None:
+            warnings.warn(f"{error}; it is left out of the loss, and so are further ones", stacklevel=2)
+        self.last_failure = error
+        return FAILED
+
+    def _begin(self, function: Any, name: str, rows: Rows) -> Future[list[Any]]:
+        """Begin the calls of an async function: one of all rows, or one for each."""
+        args, named = arguments_for(function, name, rows)
+        calls = [functools.partial(function, *args, **named)]
+        if takes_one(function):
+            of_each = ({column: values[i] for column, values in named.items()} for i in range(len(rows[judged(rows)])))
+            calls = [functools.partial(function, **one) for one in of_each]
+        options = self.calls
+        return async_calls.begin(
+            calls, at_once=options.reward_concurrency, timeout=self.timeout, retries=options.reward_retries,
+            stops=options.on_reward_error == "raise",
+        )  # fmt: skip
+
+    def _end(self, future: Future[list[Any]], function: Any, name: str, rows: Rows) -> list[Any]:
+        """Return the values of begun calls. One that never awaits blocks the loop, which is then given up."""
+        num_rows, patience = len(rows[judged(rows)]), None
+        if self.timeout is not None:
+            rounds = -(-num_rows // self.calls.reward_concurrency)
+            pauses = map(async_calls.pause_before, range(self.calls.reward_retries + 1))
+            patience = rounds * sum(self.timeout + pause for pause in pauses) + GRACE
+        try:
+            found = future.result(patience)
+        except async_calls.FailedCall as failure:
+            raise self._explained(failure, function, name, rows) from failure.error
+        except concurrent.futures.TimeoutError:
+            async_calls.event_loop.give_up()
+            wanted = f"return within timeout={self.timeout:g} seconds"
+            raise RewardError(
+                f"{name} must {wanted}, found that it blocks all other async calls: it must await what takes long"
+            ) from None
+        values = [
+            self._failed(self._explained(one, function, name, rows)) if isinstance(one, async_calls.FailedCall) else one
+            for one in found
+        ]
+        if takes_one(function):
+            return values
+        (returned,) = values
+        return [FAILED] * num_rows if returned is FAILED else as_values(returned, num_rows, kind_of(name, rows), rows)
+
+    def _explained(self, failure: "async_calls.FailedCall", function: Any, name: str, rows: Rows) -> RewardError:
+        error, place = failure.error, where(failure.index, rows)
+        if error is None:
+            wanted = f"return within timeout={self.timeout:g} seconds"
+            return RewardError(f"{name} must {wanted}, found it still running {place}")
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}{_line_of(error, function)}"
+        return RewardError(f"{name} raised {said} {place}")
+
+
+def kind_of(name: str, rows: Rows) -> str:
+    return f"{'preference' if judged(rows) == 'pairs' else 'reward'} function {name}"
 
 
 def call_checked(
@@ -390,57 +538,25 @@ def sample_table(rows: Mapping[str, Sequence[object]], **columns: Sequence[Any])
     ]
 
 
-def described(function: Callable[..., object]) -> dict[str, str]:
-    """Return a function's name, its file if it has one, and the SHA-256 of the file or of its code, for run.json."""
-    inner = inspect.unwrap(getattr(function, "func", function))
-    place = inner if hasattr(inner, "__code__") or inspect.isclass(inner) else type(inner)
-    found = {"name": unique_names([function])[0]}
-    try:
-        file = Path(inspect.getsourcefile(place) or "")
-        code = file.read_bytes()
-        found["file"] = str(file)
-    except (TypeError, OSError):  # a builtin, or a notebook's cell
-        code = "\n".join(_code_without_file(place, {})).encode()
-    return found | ({"sha256": hashlib.sha256(code).hexdigest()} if code else {})
-
-
-def _code_without_file(function: Any, known: dict[int, object]) -> Iterator[str]:
-    """Yield the code of a function or class that has no file, and that of the functions and classes it names."""
-    if isinstance(function, type):
-        members = [getattr(value, "__func__", value) for value in vars(function).values()]
-    elif isinstance(function, FunctionType) and not Path(function.__code__.co_filename).is_file():
-        names = _names_of(function.__code__)
-        members = [function.__globals__[name] for name in names if name in function.__globals__]
-        members += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    else:
-        return
-    if id(function) in known:
-        return
-    known[id(function)] = function
-    if isinstance(function, FunctionType):
-        try:
-            yield inspect.getsource(function)
-        except OSError:
-            yield repr(_constant(function.__code__))
-    for member in members:
-        yield from _code_without_file(inspect.unwrap(member) if callable(member) else member, known)
-
-
-def _names_of(code: CodeType) -> list[str]:
-    inner = [name for value in code.co_consts if isinstance(value, CodeType) for name in _names_of(value)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
-
-
-def _constant(value: object) -> object:
-    """Return a constant in a form whose repr is the same in every process: code by its content, sets in order."""
-    if isinstance(value, CodeType):
-        return value.co_code, value.co_names, value.co_varnames, [_constant(one) for one in value.co_consts]
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))
-    return [_constant(one) for one in value] if isinstance(value, tuple) else value
-
-
 # ---- checking ----
+
+
+def _as_number(value: object) -> Any:
+    """Return a 0-d tensor or NumPy number as a Python number, any other value unchanged."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+
+def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
+    if value is FAILED:
+        return math.nan
+    value = _as_number(value)
+    if not isinstance(value, numbers.Real):
+        raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
+    size: Any = abs(value)
+    if not size <= LARGEST:  # rewards are stored in float32
+        found = f"found {value!s:.20} {where(index, rows)}"
+        raise RewardError(f"reward function {name} must return finite numbers, {found}")
+    return float(value)
 
 
 def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
@@ -454,22 +570,6 @@ def as_values(returned: object, wanted: int, who: str, rows: Rows) -> list[Any]:
         found = f"found {len(values)} {where(min(len(values), wanted - 1), rows)}"
         raise RewardError(f"{who} must return one number for each of the {wanted} {judged(rows)}, {found}")
     return values
-
-
-def _as_number(value: object) -> Any:
-    """Return a 0-d tensor or NumPy number as a Python number, any other value unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-
-
-def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
-    value = _as_number(value)
-    if not isinstance(value, numbers.Real):
-        raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
-    size: Any = abs(value)
-    if not size <= LARGEST:  # rewards are stored in float32
-        found = f"found {value!s:.20} {where(index, rows)}"
-        raise RewardError(f"reward function {name} must return finite numbers, {found}")
-    return float(value)
 
 
 def where(index: int, rows: Rows) -> str:
@@ -497,11 +597,11 @@ def unique_names(functions: Sequence[object]) -> list[str]:
 # ---- time ----
 
 
+Result = TypeVar("Result")
+
+
 class OutOfTime(BaseException):
     """The exception raised inside a late function; no `Exception`, so that `except Exception` does not catch it."""
-
-
-Result = TypeVar("Result")
 
 
 def time_limit(work: Callable[[], Result], seconds: float) -> Result:

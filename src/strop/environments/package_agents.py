@@ -1,0 +1,163 @@
+"""Agents made of other packages, for `agent=`: tools of MCP servers, and environments behind OpenEnv's clients.
+
+    GRPO(model=model, tokenizer=tokenizer, agent=mcp_agent(["python", "server.py"]), reward_fn=reward_fn)
+    GRPO(model=model, tokenizer=tokenizer, agent=openenv_agent(lambda row: EchoEnv("http://127.0.0.1:8000"), as_action))
+
+Connections, and servers that are commands, begin and end with the trajectory.
+"""
+
+import asyncio
+import contextlib
+import json
+import urllib.parse
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from strop._checks import is_conversation
+from strop._install import missing
+from strop._types import Json, Row
+
+Agent = Callable[[Row, Any], Any]
+
+
+async def ask(client: Any, messages: Sequence[Json], **options: Any) -> Json:
+    """Return the model's next message.
+
+    client    what an agent is given: base_url and api_key
+    options   further fields of the request, such as tools
+    """
+    url = urllib.parse.urlsplit(client.base_url)
+    body = json.dumps({"model": "strop", "messages": messages, **options}).encode()
+    head = (
+        f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {client.api_key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        writer.write(head.encode() + body)
+        head_bytes, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    found = json.loads(answer or b"{}")
+    if b" 200 " not in head_bytes.partition(b"\r\n")[0]:
+        raise RuntimeError(found.get("error", {}).get("message", "the endpoint closed the connection"))
+    message: Json = found["choices"][0]["message"]
+    return message
+
+
+# ---- MCP ----
+
+
+def mcp_agent(*servers: Any, max_calls: int = 8) -> Agent:
+    """Return an agent whose tools are those of MCP servers. It ends with a reply without a call; reward_fn rewards it.
+
+    servers     commands, such as ["python", "server.py"], addresses such as "http://127.0.0.1:8000/mcp", or whatever else
+                `mcp.Client` takes
+    max_calls   the most replies of the model
+    """
+    mcp = _package("mcp", "mcp")
+    if not servers:
+        raise ValueError("servers must be at least one MCP server, found none")
+
+    async def agent(row: Row, client: Any) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            owners: dict[str, Any] = {}
+            tools = []
+            for server in servers:
+                opened = await stack.enter_async_context(mcp.Client(_as_server(mcp, server)))
+                for tool in await _tools_of(opened):
+                    if tool.name in owners:
+                        raise ValueError(f"tools of MCP servers must have different names, found {tool.name!r} twice")
+                    owners[tool.name] = opened
+                    about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                    tools.append({"type": "function", "function": about})
+            messages = _first_messages(row)
+            for _ in range(max_calls):
+                said = await ask(client, messages, tools=tools)
+                messages.append(said)
+                calls = said.get("tool_calls") or []
+                for call in calls:
+                    name = call["function"]["name"]
+                    text = await _called(owners.get(name), name, json.loads(call["function"]["arguments"]))
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": text})
+                if not calls:
+                    break
+
+    agent.__name__ = "mcp_agent"
+    return agent
+
+
+def _as_server(mcp: ModuleType, server: Any) -> Any:
+    if not isinstance(server, (list, tuple)):
+        return server
+    return mcp.StdioServerParameters(command=str(server[0]), args=[str(word) for word in server[1:]])
+
+
+async def _tools_of(opened: Any) -> list[Any]:
+    page = await opened.list_tools()
+    found = list(page.tools)
+    while page.next_cursor:
+        page = await opened.list_tools(cursor=page.next_cursor)
+        found += page.tools
+    return found
+
+
+async def _called(owner: Any, name: str, arguments: Json) -> str:
+    """Return a tool's result as the model reads it. A call that fails has its error as the result."""
+    if owner is None:
+        return f"error: there is no tool {name!r}"
+    try:
+        result = await owner.call_tool(name, arguments)
+    except Exception as error:  # of any kind: the server's, or of the call's arguments
+        return f"error: {type(error).__name__}: {error}"
+    text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+    return f"error: {text}" if result.is_error else text
+
+
+# ---- OpenEnv ----
+
+
+def openenv_agent(
+    make: Callable[[Row], Any],
+    as_action: Callable[[str], Any],
+    as_text: Callable[[Any], str] = str,
+    max_turns: int = 8,
+) -> Agent:
+    """Return an agent that plays an environment behind an OpenEnv client. Its reward is the sum of the environment's.
+
+    make        row → client, such as EchoEnv("http://127.0.0.1:8000"). A row's `seed` goes to its reset
+    as_action   the model's reply → an action of the environment
+    as_text     an observation → what the model reads
+    """
+    _package("openenv", "openenv")
+
+    async def agent(row: Row, client: Any) -> float:
+        total, messages = 0.0, _first_messages(row) if "prompt" in row else []
+        async with make(row) as environment:
+            found = await environment.reset(**({"seed": row["seed"]} if "seed" in row else {}))
+            for _ in range(max_turns):
+                messages.append({"role": "user", "content": as_text(found.observation)})
+                said = await ask(client, messages)
+                messages.append(said)
+                found = await environment.step(as_action(said["content"] or ""))
+                total += float(found.reward or 0.0)
+                if found.done:
+                    break
+        return total
+
+    agent.__name__ = "openenv_agent"
+    return agent
+
+
+def _first_messages(row: Row) -> list[Json]:
+    if (prompt := row.get("prompt")) is None:
+        raise ValueError(f"the row must have a prompt, found the columns {', '.join(map(str, row)) or '(none)'}")
+    return [dict(one) for one in prompt] if is_conversation(prompt) else [{"role": "user", "content": prompt}]
+
+
+def _package(name: str, extra: str) -> ModuleType:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise missing("this agent", str(error.name), extra) from None
