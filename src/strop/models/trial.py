@@ -207,9 +207,9 @@ def packing(
         return why
     if with_another is not None:
         beginning = slice(FIRST_ROW, 2 * FIRST_ROW)  # of the second row, where a state carried over shows most
-        error = relative_error(another_NV[beginning], found_NV[beginning])
-        if not error <= max(torch.finfo(found_NV.dtype).eps, ROUNDING):
-            return f"a sequence changes the next one (relative error {error:.1e})"
+        change = relative_error(another_NV[beginning], found_NV[beginning])
+        if not change <= max(torch.finfo(found_NV.dtype).eps, ROUNDING):
+            return f"a sequence changes the next one (relative error {change:.1e})"
     return rules
 
 
