@@ -145,6 +145,10 @@ TINY_MODELS = [TINY] + [
     dataclasses.replace(TINY, name=f"tiny {name}", model_type=kind, shape=TINY.shape | shape)
     for kind, (name, shape) in FAMILIES.items()
 ]
+ON_A_GPU += [
+    Workload(model=dataclasses.replace(model, device="cuda"), prompt_tokens=16, new_tokens=32)
+    for model in TINY_MODELS[1:]
+]
 ON_A_CPU = [
     Workload(model=model, prompt_tokens=16, new_tokens=32, varied=varied)
     for model in TINY_MODELS

@@ -186,8 +186,11 @@ def test_the_page(in_this_process):
     assert "TRL" not in text
     assert "at 0.001 TB/s" in text
     assert "Medians of 3 rollouts of each side" in text
+    assert "tiny" not in page.generation_summary(result)
+    measured[0]["labels"]["model"] = "Qwen2-0.5B shape"
     short = page.generation_summary(result)
-    assert "| tiny Qwen2, 6 × 6 tokens after 4, float32 | strop | 3.6 ms |  |" in short
+    assert "| Qwen2-0.5B shape, 6 × 6 tokens after 4, float32 | strop | 3.6 ms |  |" in short
+    measured[0]["labels"]["model"] = "tiny Qwen2"
     families = page.families_table(result)
     assert "| Qwen2 | 3.6 ms | no difference 1× [1, 1] | no difference 1× [1, 1] |" in families
     assert "| Qwen2, varied lengths |" in families

@@ -3,6 +3,7 @@
 `python tests/data/test_tool_calls.py` writes the table in docs/environments.md.
 """
 
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,17 @@ def test_gpt_oss():
 def test_lfm2():
     said = "<|tool_call_start|>[f(a='it is', b=[1, {'k': None}], c=True, d=null), g()]<|tool_call_end|>"
     assert parse_lfm2(said) == [Call("f", {"a": "it is", "b": [1, {"k": None}], "c": True, "d": None}), Call("g", {})]
-    for bad in ("[f(", "[f(a=b)]", "[f(1)]", "[f(**a)]", "[f.g(a=1)]", "[__import__('os').system('a')]", "[" * 5000):
+    for bad in (
+        "[f(",
+        "[f(a=b)]",
+        "[f(1)]",
+        "[f(**a)]",
+        "[f(a={[1]: 2})]",
+        "[f(a=\x00)]",
+        "[f.g(a=1)]",
+        "[__import__('os').system('a')]",
+        "[" * 5000,
+    ):
         assert parse_lfm2(f"<|tool_call_start|>{bad}<|tool_call_end|>")[0].error
     assert parse_lfm2("<|tool_call_start|>[f()]")[0].error
 
@@ -104,6 +115,8 @@ def test_the_template_of_the_tokenizer_itself_comes_first():
         assert call_format(tokens).parse('[TOOL_CALLS] [{"name": "f", "arguments": {}}]') == [Call("f", {})]
         assert call_format(tokens).parse("[TOOL_CALLS] [{]")[0].error
         assert call_format(tokens).parse("no calls") == []
+        said = call_format(tokens).message('So. [TOOL_CALLS] [{"name": "f", "arguments": {}}]', ["</s>"])
+        assert said == {"content": "So."}
     finally:
         del tokens.response_template
 
@@ -204,6 +217,20 @@ PAGE, BEGIN, END = (
     "<!-- table of tool calls -->\n",
     "<!-- end of the table -->",
 )
+
+
+@peers
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "llama3_1", "deepseekv3", "gptoss", "lfm2_v2", "qwen3_5_think", "glm4moe", "gemma4"]
+)
+def test_long_replies_that_mean_nothing_are_read_in_time(name):
+    """Openings alone, closings alone, and calls that are cut, 100,000 letters each."""
+    found = call_format(tokens_of(name))
+    start = time.process_time()
+    for part in (found.example.partition("some words")[0], found.example[::-1], found.opening or "{", found.example):
+        calls = found.parse(part * (100_000 // len(part)), example_tools())
+        assert all(call.error or call == Call(NAME, EXAMPLE) for call in calls)
+    assert time.process_time() - start < 10
 
 
 @peers

@@ -83,7 +83,7 @@ def test_an_answer_of_gpt_oss_is_its_last_channel():
         asked = parse_chat_request({"messages": ASKED, "tools": example_tools(), "max_tokens": 1}, served)
         ids = tokens.encode(said, add_special_tokens=False)
         message, reason = chat_message(asked, served, CutCompletion(ids, [], [], served.decode(ids), "stop"))
-        assert (message["content"], reason) == ("It is 3.", "stop")
+        assert (message["content"], message["reasoning_content"], reason) == ("It is 3.", "so", "stop")
     finally:
         served.close()
 

@@ -10,6 +10,7 @@ wrong with a call.
 """
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +38,8 @@ def parse_hermes(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
 
     SmolLM2 writes a list.
     """
-    calls = []
-    for part in reply.split("<tool_call>")[1:]:
-        text, end, _ = part.partition("</tool_call>")
-        calls += _calls_in(text) if end else [Call(error="<tool_call> must be closed by </tool_call>")]
-    return calls
+    found = _between(reply, "<tool_call>", "</tool_call>")
+    return [call for one in found for call in ([one] if isinstance(one, Call) else _calls_in(one))]
 
 
 def parse_llama(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
@@ -63,36 +61,46 @@ def parse_mistral(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
     return calls
 
 
-DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<old>[^\n]+)\n```json\n|(?P<name>[^<]+)<｜tool▁sep｜>)"
-    r"(?P<arguments>.*?)(?:\n```)?<｜tool▁call▁end｜>",
-    re.DOTALL,
-)
-HARMONY = re.compile(
-    r"to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
-    r"(?P<arguments>.*?)(?:<\|call\|>|$)",
-    re.DOTALL,
-)
 FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\|return\|>|<\|end\|>|$)", re.DOTALL)
-LFM2 = re.compile(r"<\|tool_call_start\|>(?P<list>.*?)<\|tool_call_end\|>", re.DOTALL)
+ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|$)", re.DOTALL)
 
 
 def parse_deepseek(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
     """Parse the calls of DeepSeek V3, R1 and V3.1, which have the name and the arguments between special tokens."""
-    found = [_json_call(one["old"] or one["name"], one["arguments"]) for one in DEEPSEEK.finditer(reply)]
-    return found + _unread(reply, "<｜tool▁call▁begin｜>", len(found))
+    calls = []
+    for text in _between(reply, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
+        if isinstance(text, str):  # V3.1 has no kind of tool, and no block of code
+            name, _, arguments = text.removeprefix("function<｜tool▁sep｜>").partition("<｜tool▁sep｜>")
+            if not arguments:
+                name, _, arguments = name.partition("\n```json\n")
+            text = _json_call(name, arguments.removesuffix("\n```"))
+        calls.append(text)
+    return calls
+
+
+def _between(reply: str, opening: str, closing: str) -> Iterator[str | Call]:
+    """Yield the texts between two marks, and an error for one that is not closed."""
+    for part in reply.split(opening)[1:]:
+        text, end, _ = part.partition(closing)
+        yield text if end else Call(error=f"{opening} must be closed by {closing}")
 
 
 def parse_harmony(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
     """Parse the calls of gpt-oss: messages to functions.NAME on the channel `commentary`."""
-    found = [_json_call(one["name"], one["arguments"]) for one in HARMONY.finditer(reply)]
-    return found + _unread(reply, "to=functions.", len(found))
+    calls = []
+    _, found, rest = reply.partition("to=functions.")
+    while found:
+        head, _, rest = rest.partition("<|message|>")  # the name, and maybe the channel and the kind of arguments
+        arguments, _, rest = rest.partition("<|call|>")
+        calls.append(_json_call(re.split(r"[\s<]", head, maxsplit=1)[0], arguments))
+        _, found, rest = rest.partition("to=functions.")
+    return calls
 
 
 def parse_lfm2(reply: str, tools: Sequence[Json] = ()) -> list[Call]:
     """Parse <|tool_call_start|>[name(key='value')]<|tool_call_end|>, the calls of LFM2 as Python writes them."""
-    found = [call for one in LFM2.finditer(reply) for call in _python_calls(one["list"])]
-    return found + _unread(reply, "<|tool_call_start|>", len(LFM2.findall(reply)))
+    found = _between(reply, "<|tool_call_start|>", "<|tool_call_end|>")
+    return [call for one in found for call in ([one] if isinstance(one, Call) else _python_calls(one))]
 
 
 def _python_calls(text: str) -> list[Call]:
@@ -100,7 +108,7 @@ def _python_calls(text: str) -> list[Call]:
         listed = ast.parse(text.strip(), mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else [listed]
         return [_python_call(one) for one in calls]
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         return [Call(error=f"calls must be a list of name(key=value), found {text!r:.60} ({error})")]
 
 
@@ -243,6 +251,7 @@ class CallFormat:
     opening          the text that begins a call
     text_arguments   the template takes arguments as JSON texts, not as objects
     example          what the template writes for a call; "" if it writes none
+    tokenizer        the tokenizer, whose own `response_template` may say what is content
     """
 
     name: str
@@ -250,15 +259,21 @@ class CallFormat:
     opening: str
     text_arguments: bool = False
     example: str = ""
+    tokenizer: Any = None
 
-    def content(self, reply: str, special_tokens: Sequence[str]) -> str:
-        """Return the text of a reply that is no call, without special tokens."""
+    def message(self, reply: str, special_tokens: Sequence[str]) -> Json:
+        """Return the fields `content` and, if the format tells them apart, `reasoning_content` of a reply."""
+        found: Json = {}
         if self.name == "harmony":
-            return "".join(FINAL.findall(reply)).strip()
-        text = reply.partition(self.opening)[0] if self.opening else ""
-        for token in special_tokens:
-            text = text.replace(token, "")
-        return text.strip()
+            found = {"content": "".join(FINAL.findall(reply)), "thinking": "".join(ANALYSIS.findall(reply))}
+        elif self.name == "own":
+            with contextlib.suppress(Exception):  # errors of many kinds, from a model's text
+                found = self.tokenizer.parse_response(reply, prefix="")
+        elif self.opening:
+            found = {"content": reply.partition(self.opening)[0]}
+        texts = found.get("content"), found.get("reasoning_content") or found.get("thinking")
+        content, reasoning = (_without(special_tokens, text or "").strip() for text in texts)
+        return {"content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
     def as_template_takes(self, messages: Sequence[Json]) -> list[Json]:
         """Return the messages with the arguments of past calls as the template takes them."""
@@ -268,6 +283,12 @@ class CallFormat:
             {**one, "tool_calls": list(map(_with_text, one["tool_calls"]))} if one.get("tool_calls") else one
             for one in messages
         ]
+
+
+def _without(words: Sequence[str], text: str) -> str:
+    for word in words:
+        text = text.replace(word, "")
+    return text
 
 
 def _with_text(call: Json) -> Json:
@@ -289,7 +310,7 @@ def call_format(tokenizer: Tokenizer | None) -> CallFormat:
         shown = shown or example
         for name, parse, opening in _parsers(tokenizer):
             if parse(example, example_tools()) == [Call(NAME, EXAMPLE)]:
-                return CallFormat(name, parse, opening, text_arguments, example)
+                return CallFormat(name, parse, opening, text_arguments, example, tokenizer)
     if shown:
         raise ValueError(f"tool calls of this chat template cannot be read: {shown[:200]!r}")
     return CallFormat("hermes", *PARSERS["hermes"])

@@ -91,11 +91,11 @@ def chat_message(request: OpenAIRequest, served: ServedModel, cut: CutCompletion
     ended = bool(cut.ids) and cut.ids[-1] in served.policy.eos_ids
     reply = served.decode(cut.ids[:-1] if ended else cut.ids, special_tokens=True)
     calls, special = served.calls(reply, request.tools), getattr(served.policy.tokenizer, "all_special_tokens", ())
-    if served.call_format.name == "harmony":  # a reply has parts that are for nobody to read
-        message["content"] = served.call_format.content(reply, special)
+    if calls or served.call_format.name in ("harmony", "own"):  # whose replies have parts that are no content
+        message |= served.call_format.message(reply, special)
     if not calls:
         return message, cut.finish_reason
-    message["content"] = served.call_format.content(reply, special) or None
+    message["content"] = message["content"] or None
     message["tool_calls"] = [
         {"id": f"call_{secrets.token_hex(8)}", "type": "function",
          "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
