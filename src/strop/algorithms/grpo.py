@@ -60,7 +60,7 @@ class GRPO(PolicyGradient):
         super().setup(ref_model)
 
     def resample(
-        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
     ) -> Metrics:
         """Replace groups whose rewards are all equal; return their share before that.
 
@@ -75,7 +75,9 @@ class GRPO(PolicyGradient):
         prompts, num_further = list(prompts), 0
         for attempt in range(1, config.resample_rounds + fill_rounds + 1):
             again = without_signal(trajectories, size).nonzero().flatten().tolist()
-            everywhere = self.of_all([addresses[i] for i in again])
+            everywhere = [addresses[i] for i in again]
+            if self.queue is None:
+                everywhere = self.of_all(everywhere)
             if not everywhere:  # all processes continue while one has to: they may share a server
                 break
             if attempt > config.resample_rounds:
@@ -84,7 +86,7 @@ class GRPO(PolicyGradient):
                 num_further += len(further)
                 for i in again:
                     prompts[i] = further[addresses[i]]
-            new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
+            new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], step, attempt)
             self.reward(new)
             for number, group in enumerate(again):
                 trajectories[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
