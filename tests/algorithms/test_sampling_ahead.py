@@ -21,7 +21,7 @@ from strop.models import as_policy
 from strop.rewards import RewardError
 from strop.rollout.generate import Captured
 from strop.training.checkpoint_header import CheckpointError
-from strop.training.trajectory_queue import Group, TrajectoryQueue, Wanted, packed, unpacked
+from strop.training.trajectory_queue import Group, StepNeeds, TrajectoryQueue, packed, unpacked
 
 ROWS = [{"prompt": [2 + i, 3]} for i in range(7)]
 OPTIONS = {"group_size": 4, "max_new_tokens": 6, "batch_size": 2, "num_steps": 8, "learning_rate": 1e-2, "kl_coef": 0.0,
@@ -351,11 +351,11 @@ def fill(queue, wanted, version):
 
 def test_old_groups_are_dropped_and_others_begun_in_their_places():
     queue = make_queue(max_staleness=1)
-    fill(queue, Wanted(0, 0, 9, 2), 0)
-    assert len(queue.take(Wanted(0, 0, 9, 2))) == 2
-    fill(queue, Wanted(3, 3, 9, 2), 3)  # as if two steps had been made meanwhile
+    fill(queue, StepNeeds(0, 0, 9, 2), 0)
+    assert len(queue.take(StepNeeds(0, 0, 9, 2))) == 2
+    fill(queue, StepNeeds(3, 3, 9, 2), 3)  # as if two steps had been made meanwhile
     assert queue.num_dropped == 2
-    groups = queue.take(Wanted(3, 3, 9, 2))
+    groups = queue.take(StepNeeds(3, 3, 9, 2))
     assert [group.version for group in groups] == [3, 3]
     assert [group.trajectories[0].ids_T.tolist() for group in groups] == [[3, 0], [3, 1]]
 
@@ -370,12 +370,12 @@ def test_a_group_that_is_ready_does_not_wait_for_a_slow_one():
 
     config = ServerConfig(max_staleness=1, order="throughput")
     queue = TrajectoryQueue(sample, lambda lines: [{}] * len(lines), config, 1, apart=True, num_threads=4)
-    fill(queue, Wanted(0, 0, 9, 2), 0)
-    taken = [group.trajectories[0].ids_T.tolist() for group in queue.take(Wanted(0, 0, 9, 2))]
+    fill(queue, StepNeeds(0, 0, 9, 2), 0)
+    taken = [group.trajectories[0].ids_T.tolist() for group in queue.take(StepNeeds(0, 0, 9, 2))]
     assert [0, 0] not in taken
     release.set()
-    fill(queue, Wanted(1, 1, 9, 2), 1)
-    taken += [group.trajectories[0].ids_T.tolist() for group in queue.take(Wanted(1, 1, 9, 2))]
+    fill(queue, StepNeeds(1, 1, 9, 2), 1)
+    taken += [group.trajectories[0].ids_T.tolist() for group in queue.take(StepNeeds(1, 1, 9, 2))]
     assert len({tuple(one) for one in taken}) == 4  # each once
 
 

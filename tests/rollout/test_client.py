@@ -412,7 +412,13 @@ def test_a_signal_is_heard_while_every_server_fails():
     config = ServerConfig(rollout_server=f"http://127.0.0.1:{free_port()}", server_start_timeout=4.0)
     rollouts = ServerSampler(as_policy(model), config, model.save_pretrained)
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(time.monotonic()))
-    timer = threading.Timer(1.5, signal.raise_signal, [signal.SIGTERM])
+
+    def tell():
+        while not rollouts.pool.is_stuck:
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGTERM)
+
+    timer = threading.Thread(target=tell)
     try:
         timer.start()
         with Interruption() as interruption, pytest.warns(UserWarning, match="asked again"):  # noqa: SIM117

@@ -39,7 +39,7 @@ from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import make_sampler
 from strop.sample_metrics import answer_of, interval, sample_metrics
 from strop.training.trainer import Largest, Mean, Metrics, Sum, Trainer, Update
-from strop.training.trajectory_queue import Group, TrajectoryQueue, Wanted
+from strop.training.trajectory_queue import Group, StepNeeds, TrajectoryQueue
 
 MAX_THREADS = 256  # which sample groups one by one
 
@@ -355,22 +355,22 @@ class OnPolicy(Trainer):
         """Return this process's share of the trajectories of a step from the queue, and metrics; begin what is due."""
         state, run = self.state, self.config.run
         queue.begin_run(self.run.num_runs)
-        wanted = Wanted(
+        needs = StepNeeds(
             self.run.number(state, run), state.step, state.total_steps, num_prompts if self.led else len(mine)
         )
         with self.phase("generate"):
-            is_due = (not self.led or self.world.is_first) and queue.due(wanted) is not None
+            is_due = (not self.led or self.world.is_first) and queue.due(needs) is not None
             captured = self.sampler.capture(state.step) if self.world.any(is_due or not self.in_order) else None
             if captured is not None and not self.in_order:
                 self.sampler.offer(captured)
 
             def ready() -> list[Group]:
-                while (due := queue.wait(wanted)) is not None:
+                while (due := queue.wait(needs)) is not None:
                     assert captured is not None
                     prompts = self._prompts(self.run.rows_of(due.number, state, run))
                     places = due.places or (range(len(prompts)) if self.led else self.share(len(prompts)))
                     queue.begin(due.number, [prompts[i] for i in places], places, captured)
-                return queue.take(wanted)
+                return queue.take(needs)
 
             shares = self.world.gathered(mine)
             groups = self.world.from_first(lambda: _cut(ready(), shares))[self.world.rank] if self.led else ready()

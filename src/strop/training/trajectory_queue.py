@@ -1,9 +1,9 @@
 """Completions that are sampled and rewarded ahead of training and wait for their step: `max_staleness`.
 
     queue = TrajectoryQueue(sample, reward, config, num_samples=8)
-    while (due := queue.wait(wanted)) is not None:                 # until the groups of the step are ready
+    while (due := queue.wait(needs)) is not None:                 # until the groups of the step are ready
         queue.begin(due.number, prompts, places, captured)         # with the weights that were captured at this step
-    groups = queue.take(wanted)
+    groups = queue.take(needs)
 
 Threads of the queue sample and call reward functions while the caller trains. A group is a prompt's completions, with their
 rewards; its number says for which step its prompt is meant.
@@ -40,7 +40,7 @@ Sample = Callable[[int, Sequence[Trajectory], Sequence[int], Captured], tuple[li
 Reward = Callable[[Sequence[Trajectory]], list[Json]]
 
 
-class Wanted(NamedTuple):
+class StepNeeds(NamedTuple):
     """What a step takes: num_groups groups. `number` counts the batches of the dataset, and `step` the steps."""
 
     number: int
@@ -127,14 +127,14 @@ class TrajectoryQueue:
 
     # ---- the caller's side ----
 
-    def due(self, wanted: Wanted) -> Due | None:
+    def due(self, needs: StepNeeds) -> Due | None:
         """Return prompts that must be begun in this step, or None."""
         if self._again:
             number = self._again[0][0]
             return Due(number, [place for other, place in self._again if other == number])
-        num_steps = min(self.max_staleness + 1, wanted.total_steps - wanted.step)
-        number, num_groups = max(self._next, wanted.number), self._num_in_progress + len(self._done)
-        num_due = wanted.number + num_steps - number if self.in_order else num_steps * wanted.num_groups - num_groups
+        num_steps = min(self.max_staleness + 1, needs.total_steps - needs.step)
+        number, num_groups = max(self._next, needs.number), self._num_in_progress + len(self._done)
+        num_due = needs.number + num_steps - number if self.in_order else num_steps * needs.num_groups - num_groups
         return Due(number) if num_due > 0 else None
 
     def begin(self, number: int, prompts: Sequence[Trajectory], places: Sequence[int], captured: Captured) -> None:
@@ -148,40 +148,40 @@ class TrajectoryQueue:
             some = prompts[first : first + size], places[first : first + size]
             self._samplers.submit(self._sample_some, self._run, number, *some, captured)
 
-    def wait(self, wanted: Wanted) -> Due | None:
+    def wait(self, needs: StepNeeds) -> Due | None:
         """Wait until the step's groups are ready and return None, or return prompts that must be begun first."""
         with self._changed:
-            while self._taken[0] != wanted.step:
-                self._drop(wanted)
+            while self._taken[0] != needs.step:
+                self._drop(needs)
                 for failure in self._failed:
                     keys, error = failure
-                    if not self.in_order or keys[0][0] == wanted.number:
+                    if not self.in_order or keys[0][0] == needs.number:
                         self._failed.remove(failure)
                         self._again += keys
                         raise error
-                if (due := self.due(wanted)) is not None:
+                if (due := self.due(needs)) is not None:
                     return due
-                if len(self._ready(wanted)) >= wanted.num_groups:
+                if len(self._ready(needs)) >= needs.num_groups:
                     break
                 self._changed.wait()
         return None
 
-    def take(self, wanted: Wanted) -> list[Group]:
+    def take(self, needs: StepNeeds) -> list[Group]:
         """Return the step's groups, which are ready; the same ones if the step failed and is done again."""
         with self._changed:
-            if self._taken[0] != wanted.step:
-                chosen = self._ready(wanted)[: wanted.num_groups]
-                self._taken = wanted.step, {key: self._done.pop(key) for key in chosen}
+            if self._taken[0] != needs.step:
+                chosen = self._ready(needs)[: needs.num_groups]
+                self._taken = needs.step, {key: self._done.pop(key) for key in chosen}
         return [group.copy() for group in self._taken[1].values()]
 
-    def _ready(self, wanted: Wanted) -> list[Key]:
+    def _ready(self, needs: StepNeeds) -> list[Key]:
         """Return the groups that the step may take."""
-        return sorted(key for key in self._done if key[0] == wanted.number) if self.in_order else list(self._done)
+        return sorted(key for key in self._done if key[0] == needs.number) if self.in_order else list(self._done)
 
-    def _drop(self, wanted: Wanted) -> None:
+    def _drop(self, needs: StepNeeds) -> None:
         """Drop groups that are too old."""
         for key, group in list(self._done.items()):
-            if group.is_old(wanted.step - self.max_staleness):
+            if group.is_old(needs.step - self.max_staleness):
                 del self._done[key]
                 self.num_dropped += 1
 
