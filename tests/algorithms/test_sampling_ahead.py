@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -377,6 +378,40 @@ def test_a_group_that_is_ready_does_not_wait_for_a_slow_one():
     fill(queue, StepNeeds(1, 1, 9, 2), 1)
     taken += [group.trajectories[0].ids_T.tolist() for group in queue.take(StepNeeds(1, 1, 9, 2))]
     assert len({tuple(one) for one in taken}) == 4  # each once
+
+
+# ---- agents ----
+
+
+def guessing(row, client):
+    """Two calls, the second of which continues the first."""
+    body = {"model": "any", "prompt": row["prompt"], "max_tokens": 4, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{client.base_url}/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {client.api_key}"},
+    )  # fmt: skip
+    time.sleep(random.random() * 0.02)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        choice = json.loads(answer.read())["choices"][0]
+    body["prompt"] = [*row["prompt"], *choice["token_ids"], 7]
+    request.data = json.dumps(body).encode()
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return float(len(json.loads(answer.read())["choices"][0]["token_ids"]))
+
+
+def test_agents_are_played_ahead(tmp_path):
+    """Deterministic, and resumed exactly; every call says its version."""
+    pytest.importorskip("starlette")
+    options = {"reward_fn": low, "agent": guessing, "num_steps": 5, "group_size": 2}
+    whole, half = (grpo(2, callbacks=more, **options) for more in ([], [SignalAt(2)]))
+    _, rollouts = watched(whole)
+    whole.train(ROWS, progress=False)
+    assert all(len(one.versions) == 2 for lines in rollouts for one in lines)
+    assert [{min(one.versions) for one in lines} for lines in rollouts] == [{0}, {0}, {0}, {1}, {2}]
+    half.train(ROWS, progress=False, output_dir=tmp_path)
+    resumed = grpo(2, **options)
+    resumed.train(ROWS, progress=False, output_dir=tmp_path, resume=True)
+    assert weights_of(resumed).equal(weights_of(whole))
 
 
 # ---- groups as tensors ----

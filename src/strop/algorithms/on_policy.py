@@ -396,7 +396,8 @@ class OnPolicy(Trainer):
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
         # another share has other prompts, which are begun anew
-        if self.queue is not None and values and values.pop("share", None) == self._share:
+        fits = values.pop("share", None) == self._share and (not self.led or self.world.is_first)
+        if self.queue is not None and fits:
             most = (self.queue.max_staleness + 2) * self.config.run.batch_size
             judge = self.rewards or self.preference
             names = (
