@@ -272,6 +272,8 @@ def try_out(policy: "Policy") -> None:
     policy.was_tried = True
     policy.no_hidden_because = policy.no_packing_because = policy.no_fusing_because = f"it is a {policy.kind!r} model"
     policy.no_sharing_because = policy.no_packing_because
+    if policy.kind == "moe":
+        policy.no_sharing_because = "strop's engine reads each row by itself"
     if policy.kind != "hf":
         return
     try:
@@ -432,7 +434,7 @@ def _try_sharing(policy: "Policy", module: nn.Module, part: Part, rows: TrialRow
     if policy.no_packing_because is not None:
         return f"it does not read packed sequences: {policy.no_packing_because}"
     if policy.indexed:
-        return "its layers carry a state from the prefix on"
+        return "it is told where sequences end, since layers of it may carry a state"
     if policy.exact:
         return "exact: the backward would sum the prefix's gradients in another order"
     if policy.share_prefixes == "never":
