@@ -72,7 +72,7 @@ def test_a_completion_is_scored(server):
     judge = Judge(server.url, "wise", api_key="secret", max_tokens=3)
     rewards = RewardFunctions(judge)
     assert rewards(TEXTS).columns["judge"].tolist() == pytest.approx([0.3, 0.1, 0.3])
-    path, key, body = server.asked[0]
+    path, key, body = max(server.asked, key=lambda asked: str(asked[2]).count("a"))
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
     assert {**body, "messages": 0} == {"model": "wise", "temperature": 0.0, "max_tokens": 3, "messages": 0}
     assert "# Request\nfirst\n\n# Answer\naaa\n" in body["messages"][0]["content"]
