@@ -189,7 +189,7 @@ _CLASSES = {
     "SFTTrainer": "SFT", "DPOTrainer": "DPO", "KTOTrainer": "KTO", "RewardTrainer": "RewardModel", "GRPOTrainer": "GRPO",
     "PPOTrainer": "PPO", "RLOOTrainer": "RLOO", "GKDTrainer": "Distill", "OnlineDPOTrainer": "OnlineDPO",
 }  # fmt: skip
-_CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "PPOConfig", "RLOOConfig", "DistillConfig", "OnlineDPOConfig")
+_CONFIGS = tuple(f"{name}Config" for name in ("SFT", "DPO", "KTO", "GRPO", "PPO", "RLOO", "Distill", "OnlineDPO"))
 
 
 def class_hint(name: str) -> str | None:

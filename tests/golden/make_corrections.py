@@ -65,7 +65,9 @@ def advantages(name, generator, weights=None, **options):
     if weights is not None:
         names = [f"reward{i}" for i in range(num)]
         config = {"gdpo_reward_keys": names, "gdpo_reward_weights": weights}
-        options |= {"batch": {"prompts": torch.zeros(len(lengths), 2), "attention_mask": torch.ones(len(lengths), 3).long()}}
+        options |= {
+            "batch": {"prompts": torch.zeros(len(lengths), 2), "attention_mask": torch.ones(len(lengths), 3).long()}
+        }
         options["non_tensor_batch"] = dict(zip(names, rewards.numpy(), strict=True))
     compute = core_algos.get_adv_estimator_fn(name)
     found, _ = compute(token_level_rewards=last, response_mask=mask, index=index, config=config, **options)
@@ -183,7 +185,15 @@ def adaptive_case(generator, steps=8):
         ),
     )  # fmt: skip
     ids, zeros = torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)
-    found = {"target": target, "delta": delta, "max": 0.03, "first": 0.005, "entropies": [], "losses": [], "coefficients": []}
+    found = {
+        "target": target,
+        "delta": delta,
+        "max": 0.03,
+        "first": 0.005,
+        "entropies": [],
+        "losses": [],
+        "coefficients": [],
+    }
     for step in range(steps):
         entropies = torch.rand(3, 4, generator=generator) + (0.2 if step < 5 else 1.0)
         trainer._get_per_token_logps_and_entropies = lambda *_, entropies=entropies, **__: (zeros - 1, entropies, None)

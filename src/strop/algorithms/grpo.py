@@ -112,11 +112,12 @@ class GRPO(PolicyGradient):
             )  # fmt: skip
             advantages_N = joined(found)
         else:
-            found_B = advantages_of(config, batch.rewards, np.array(self.loss_tokens(batch), dtype=np.int64))
+            lengths_B = self.loss_tokens(batch) if config.advantage.startswith("reinforce") else []
+            found_B = advantages_of(config, batch.rewards, np.array(lengths_B, dtype=np.int64))
             advantages_B = torch.from_numpy(found_B).to(batch.rewards.total_B.dtype)
             own = slice(batch.first, batch.first + len(trajectories))
-            lengths = torch.tensor([length for length, *_ in batch.ends[own]], dtype=torch.int64)
-            advantages_N = advantages_B[own].repeat_interleave(lengths)
+            num_tokens_B = torch.tensor([length for length, *_ in batch.ends[own]], dtype=torch.int64)
+            advantages_N = advantages_B[own].repeat_interleave(num_tokens_B)
         sequences = [one for first in trajectories for one in (first, *first.others)]
         lengths = [one.rollout_logps_t.size(0) for one in sequences if one.rollout_logps_t is not None]
         for sequence, advantages_t in zip(sequences, advantages_N.split(lengths), strict=True):
@@ -168,7 +169,7 @@ def without_signal(trajectories: Sequence[Trajectory], group_size: int, each: bo
 def advantages_of(config: GRPOConfig, rewards: Rewards, lengths_B: np.ndarray) -> np.ndarray:
     """Return the advantage of each completion, [B] float64; 0 where the reward is NaN, which failed.
 
-    lengths_B   number of loss tokens; reinforce++ counts each token once
+    lengths_B   number of loss tokens, for reinforce++, which counts each token once
     """
     std: Any = {"ddof": config.advantage_ddof, "eps": config.advantage_eps}
     total_B = rewards.total_B.double().numpy()  # in float64, so that float32 rewards give the nearest float32

@@ -119,6 +119,7 @@ class GRPOConfig(PolicyGradientConfig):
     replay_routing: bool = False
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
+    group_scale: ClassVar[str]  # the `scale` of `compute_batch_group_advantages`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,6 +149,8 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError('on_reward_error must be "raise" with credit="turn", found "leave_out"')
         rule = replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
         object.__setattr__(self, "rule", rule)
+        scales = {"grpo": self.advantage_scale, "gdpo": "group", "rloo": "leave_one_out", "maxrl": "mean"}
+        object.__setattr__(self, "group_scale", scales.get(self.advantage, "none"))
 
     def without_effect(self) -> list[str]:
         idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
@@ -165,12 +168,6 @@ class GRPOConfig(PolicyGradientConfig):
     def recomputes(self) -> bool:
         """True if old log-probs are computed by a separate forward."""
         return super().recomputes or (self.old_logps == "auto" and self.importance_cap is not None)
-
-    @property
-    def group_scale(self) -> str:
-        """The `scale` of `compute_batch_group_advantages`."""
-        fixed = {"grpo": self.advantage_scale, "gdpo": "group", "rloo": "leave_one_out", "maxrl": "mean"}
-        return fixed.get(self.advantage, "none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,7 @@ STD_SCALES = ("group", "batch")
 
 
 @_compiled.compiled
-def compute_group_advantages(
-    rewards: Array, *, ddof: int = 0, eps: float = 0.0, lengths: Array | None = None
-) -> Any:
+def compute_group_advantages(rewards: Array, *, ddof: int = 0, eps: float = 0.0, lengths: Array | None = None) -> Any:
     """Return the advantages of one group: (r − mean) / (std + eps).
 
     rewards   (G,) float32 or float64; integers and booleans are taken as float64

@@ -26,7 +26,9 @@ def found_of(rewards_KB, lengths=None, **options):
     """Advantages by a config, of rewards that are added with its weights."""
     rewards_KB = torch.tensor(rewards_KB, dtype=torch.float64)
     config = GRPOConfig.from_options({"group_size": 4} | options)
-    total_B = torch.einsum("k,kb->b", torch.tensor(config.reward_weights or [1.0] * len(rewards_KB)).double(), rewards_KB)
+    total_B = torch.einsum(
+        "k,kb->b", torch.tensor(config.reward_weights or [1.0] * len(rewards_KB)).double(), rewards_KB
+    )
     rewards = Rewards(total_B, {str(k): column for k, column in enumerate(rewards_KB)})
     lengths = torch.ones(len(total_B)) if lengths is None else torch.tensor(lengths)
     return advantages_of(config, rewards, lengths.long().numpy())
@@ -70,7 +72,10 @@ def test_limits_that_are_other_advantages():
 def test_failed_rewards_are_not_compared(advantage):
     """The others have the advantages of a batch without those; here each group has lost as many."""
     nan = math.nan
-    rewards, lengths = [1.0, nan, 4.0, 0.5, 2.0, 3.0, 9.0, nan, 0.0, 0.0, nan, 1.0], [2, 0, 3, 1, 1, 4, 2, 0, 5, 1, 0, 1]
+    rewards, lengths = (
+        [1.0, nan, 4.0, 0.5, 2.0, 3.0, 9.0, nan, 0.0, 0.0, nan, 1.0],
+        [2, 0, 3, 1, 1, 4, 2, 0, 5, 1, 0, 1],
+    )
     known = [i for i, value in enumerate(rewards) if value == value]
     found = found_of([rewards], lengths, advantage=advantage)
     wanted = found_of([[rewards[i] for i in known]], [lengths[i] for i in known], advantage=advantage, group_size=3)
@@ -105,7 +110,10 @@ def test_gdpo_sees_signal_in_sums_that_are_equal():
     fill(lines, rewards=[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}])
     assert without_signal(lines, 2).tolist() == [True, True]
     assert without_signal(lines, 2, each=True).tolist() == [False, True]
-    assert abs(found_of([[1.0, 0, 1, 1], [0.0, 1, 0, 0]], group_size=2, advantage="gdpo", reward_weights=(2.0, 1.0))).max() > 0.5
+    assert (
+        abs(found_of([[1.0, 0, 1, 1], [0.0, 1, 0, 0]], group_size=2, advantage="gdpo", reward_weights=(2.0, 1.0))).max()
+        > 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,10 @@ def test_what_has_no_effect_is_said(options, told):
         ({"advantage": "grpo2"}, "advantage must be one of 'grpo', 'dr_grpo', 'rloo'"),
         ({"advantage": "pass@k", "pass_k": 1}, "pass_k must be 0, or from 2 to group_size=8, found 1"),
         ({"advantage": "pass@k", "pass_k": 9}, "found 9"),
-        ({"advantage": "rloo", "credit": "turn"}, 'advantage must be "grpo" or "dr_grpo" with credit="turn", found \'rloo\''),
+        (
+            {"advantage": "rloo", "credit": "turn"},
+            'advantage must be "grpo" or "dr_grpo" with credit="turn", found \'rloo\'',
+        ),
     ],
 )
 def test_bad_options(options, message):
