@@ -87,7 +87,10 @@ def test_the_harness_measures_what_a_forward_does(tmp_path, monkeypatch):
         served.close()
     best = [max(range(len(row["options"])), key=lambda i: sum(own for own, _ in logps(row["question"], row["options"][i])))
             for row in CHOICES]  # fmt: skip
-    assert found["results"]["choices"]["acc,none"] == sum(i == row["right"] for i, row in zip(best, CHOICES)) / 3
+    assert (
+        found["results"]["choices"]["acc,none"]
+        == sum(i == row["right"] for i, row in zip(best, CHOICES, strict=True)) / 3
+    )
     each = [logps(row["question"], row["options"][0]) for row in CHOICES]
     mean = sum(float(own) for one in each for own, _ in one) / 3
     assert found["results"]["following"]["perplexity,none"] == pytest.approx(math.exp(-mean), rel=1e-5)
