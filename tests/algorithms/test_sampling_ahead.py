@@ -342,7 +342,7 @@ def make_queue(order="throughput", max_staleness=1, num_samples=1, **options):
         return [one for one in lines for _ in range(num_samples)], {}
 
     config = ServerConfig(max_staleness=max_staleness, order=order)
-    return TrajectoryQueue(sample, lambda lines: [{} for _ in lines], config, num_samples, **options)
+    return TrajectoryQueue(sample, lambda lines: ([{} for _ in lines], {}), config, num_samples, **options)
 
 
 def fill(queue, wanted, version):
@@ -370,7 +370,7 @@ def test_a_group_that_is_ready_does_not_wait_for_a_slow_one():
         return [Trajectory.of([number], [place], versions=(captured.version,)) for place in places], {}
 
     config = ServerConfig(max_staleness=1, order="throughput")
-    queue = TrajectoryQueue(sample, lambda lines: [{}] * len(lines), config, 1, apart=True, num_threads=4)
+    queue = TrajectoryQueue(sample, lambda lines: ([{}] * len(lines), {}), config, 1, apart=True, num_threads=4)
     fill(queue, StepNeeds(0, 0, 9, 2), 0)
     taken = [group.trajectories[0].ids_T.tolist() for group in queue.take(StepNeeds(0, 0, 9, 2))]
     assert [0, 0] not in taken
@@ -427,7 +427,7 @@ def groups():
     two = Trajectory.of([6], [4, 1], reward=float("nan"), rewards={"r": float("nan")})
     two.routing_TLk = torch.arange(6).view(3, 1, 2)
     return {
-        (4, 1): Group([one], [{"prompt": "a", "completion": ["b"]}], {"x": (1.0, 2)}),
+        (4, 1): Group([one], [{"prompt": "a", "completion": ["b"]}], {"x": (1.0, 2), "y": (3.0,)}),
         (5, 0): Group([two], [{}], {}),
     }
 

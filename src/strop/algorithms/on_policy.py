@@ -19,8 +19,8 @@ import functools
 import itertools
 import random
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,14 @@ from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_columns, sample_table
+from strop.rewards import (
+    MetricsFunctions,
+    PreferenceFunction,
+    RewardFunctions,
+    Rewards,
+    reward_columns,
+    sample_table,
+)
 from strop.rewards.functions import is_async
 from strop.rollout.generate import ENDED, Captured, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
@@ -42,6 +49,7 @@ from strop.training.trainer import Largest, Mean, Metrics, Sum, Trainer, Update
 from strop.training.trajectory_queue import Group, StepNeeds, TrajectoryQueue
 
 MAX_THREADS = 256  # which sample groups one by one
+Result = TypeVar("Result")
 
 
 class WholeBatch(NamedTuple):
@@ -61,6 +69,7 @@ class OnPolicy(Trainer):
     tools          functions the model may call, instead of an environment
     agent          function(row, client) that talks to the model over HTTP, instead of an environment; see
                    `strop.environments.recorder`
+    metrics_fn     a function or several; their numbers are logged and are no reward
     """
 
     config: Any
@@ -69,7 +78,7 @@ class OnPolicy(Trainer):
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
-        agent: object = None, **arguments: Any,
+        agent: object = None, metrics_fn: object = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
@@ -85,6 +94,8 @@ class OnPolicy(Trainer):
         if preference_fn is not None:
             judging = config.reward_timeout, config.find_failing, config.calls
             self.preference = PreferenceFunction(preference_fn, *judging)
+        timeout = getattr(config, "reward_timeout", None)
+        self.metrics_fn = None if metrics_fn is None else MetricsFunctions(metrics_fn, timeout)
         self.player = trainers_player(self, environment, tools, agent)
         self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
@@ -102,6 +113,11 @@ class OnPolicy(Trainer):
         if self.preference is not None:
             return [self.preference.function]
         return [] if self.rewards is None else self.rewards.functions
+
+    @property
+    def judges(self) -> list[Any]:
+        """What reads the completions of a step: reward functions or a preference function, and metrics_fn."""
+        return [one for one in (self.rewards or self.preference, self.metrics_fn) if one is not None]
 
     # ---- prompts ----
 
@@ -122,16 +138,15 @@ class OnPolicy(Trainer):
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
         super().check_columns(rows, name)
-        if judge := self.rewards or self.preference:
+        for judge in self.judges:
             judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        judge = self.rewards or self.preference
         if self.player is not None:
-            return checked_rows(rows, name, judge)
+            return checked_rows(rows, name, self.judges)
         padding = self.policy.padding(self.config.pad_id)
         prompts = prompts_of_dataset(rows, self.policy.tokenizer, padding, name, self.name)
-        if judge is not None:
+        for judge in self.judges:
             judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids_T for prompt in prompts], self.config.sampling, name)
         return self.checked(prompts, name)
@@ -152,18 +167,21 @@ class OnPolicy(Trainer):
     def step(self, prompts: list[Trajectory]) -> Metrics:
         """Train on this process's share of the prompts; return the metrics."""
         mine = self.share(len(prompts))
-        if self.queue is not None and self.run.has_rows:
-            trajectories, metrics = self.take(self.queue, len(prompts), mine)
+        ahead = self.queue if self.queue is not None and self.run.has_rows else None
+        if ahead is not None:
+            trajectories, metrics = self.take(ahead, len(prompts), mine)
             self.score(trajectories)
         else:
             with self.sampling():
                 trajectories, metrics = self.sample(prompts[mine.start : mine.stop], mine, self.state.step)
             self.score(trajectories)
-            self.samples = [sample for sample in self.reward(trajectories) if sample]
+            self.samples = [sample for sample in self.judged(self.reward, trajectories) if sample]
         batch = self.whole_batch(trajectories, mine.start * self.num_samples)
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
         self.advantages(trajectories, batch)
+        if ahead is None:
+            metrics |= self.judged(self.own_metrics, trajectories)
         return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
     def sample(
@@ -194,6 +212,17 @@ class OnPolicy(Trainer):
             if not all(one.rewards for one in trajectories):
                 self.rewards(columns, trajectories).fill(trajectories)
             return sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
+
+    def own_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """Return the numbers of metrics_fn, and those that reward functions keep, such as a judge's tokens."""
+        found: Metrics = {}
+        if judge := self.rewards or self.preference:
+            found |= {name: Sum(value) for name, value in judge.take_metrics().items()}
+        if self.metrics_fn is not None and trajectories:
+            with self.phase("reward"):
+                numbers = self.metrics_fn(reward_columns(trajectories, self.policy.tokenizer))
+            found |= {f"metrics/{name}": Mean(*pair) for name, pair in numbers.items()}
+        return found
 
     def whole_batch(self, trajectories: Sequence[Trajectory], first: int) -> WholeBatch:
         """Return the facts that all processes need about each other's completions."""
@@ -289,6 +318,10 @@ class OnPolicy(Trainer):
             trajectory.row, trajectory.shown = prompt.row, prompt.shown
         return trajectories
 
+    def judged(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Return function(*arguments), which calls the user's functions: with max_staleness in the queue's thread for them."""
+        return function(*arguments) if self.queue is None else self.queue.call(function, *arguments, rewards=True)
+
     def parts_of_all(self, num_rows: int, size: int) -> Iterator[range]:
         """Yield this process's rows of a dataset in parts.
 
@@ -312,12 +345,13 @@ class OnPolicy(Trainer):
                     found = self.complete([rows[i] for i in part], sampling, num_samples, 0, part)
                 columns = reward_columns(found, self.policy.tokenizer)
                 if not all(one.rewards for one in found):
-                    self.rewards(columns, found).fill(found)
+                    self.judged(self.rewards, columns, found).fill(found)
                 answers += map(answer_of, columns["completions"])
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
         metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics |= self.judged(self.own_metrics, trajectories)
         if num_samples == 1:
             return metrics
         answers, rewards_PK = self.of_all(answers), batch.rewards.total_B.double().numpy().reshape(-1, num_samples)
@@ -337,7 +371,7 @@ class OnPolicy(Trainer):
         num_threads = min(MAX_THREADS, (server.max_staleness + 1) * self.config.run.batch_size) if apart else 1
         all_async = all(map(is_async, self.functions))  # plain functions are called one after the other
         return TrajectoryQueue(
-            self._sample_ahead, self.reward, server, self.num_samples, apart=apart, num_threads=num_threads,
+            self._sample_ahead, self._reward_ahead, server, self.num_samples, apart=apart, num_threads=num_threads,
             num_reward_threads=num_threads if all_async else 1,
         )  # fmt: skip
 
@@ -350,6 +384,10 @@ class OnPolicy(Trainer):
         else:
             self.sampler.take_up()
         return self.sample(prompts, addresses, number)
+
+    def _reward_ahead(self, trajectories: Sequence[Trajectory]) -> tuple[list[Json], Metrics]:
+        """Fill the rewards; return samples and metrics. Called by a thread of the queue."""
+        return self.reward(trajectories), self.own_metrics(trajectories)
 
     def take(self, queue: TrajectoryQueue, num_prompts: int, mine: range) -> tuple[list[Trajectory], Metrics]:
         """Return this process's share of the trajectories of a step from the queue, and metrics; begin what is due."""
@@ -384,7 +422,8 @@ class OnPolicy(Trainer):
         queue.num_dropped = 0
         for name in dict.fromkeys(name for group in groups for name in group.metrics):
             parts = [group.metrics[name] for group in groups if name in group.metrics]
-            metrics[name] = Mean(*map(sum, zip(*parts, strict=True)))
+            sums = [sum(values) for values in zip(*parts, strict=True)]
+            metrics[name] = Mean(*sums) if len(sums) == 2 else Sum(*sums)
         return trajectories, metrics
 
     def extra_state(self) -> State:

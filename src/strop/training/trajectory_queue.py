@@ -37,7 +37,7 @@ from strop.training.checkpoint_header import COUNT, EACH, TEXT, TEXT_OR_NONE, TR
 
 Key = tuple[int, int]  # the number of the batch of the dataset that a group's prompt is from, and its place there
 Sample = Callable[[int, Sequence[Trajectory], Sequence[int], Captured], tuple[list[Trajectory], Json]]
-Reward = Callable[[Sequence[Trajectory]], list[Json]]
+Reward = Callable[[Sequence[Trajectory]], tuple[list[Json], Json]]
 
 
 class StepNeeds(NamedTuple):
@@ -61,7 +61,7 @@ class Group:
     """The completions of one prompt.
 
     samples   one for each completion, for `Trainer.samples`
-    metrics   of sampling; if several groups were sampled together, the first has them
+    metrics   of sampling and rewards; if several groups were sampled together, the first has them
     """
 
     trajectories: list[Trajectory]
@@ -88,7 +88,7 @@ class TrajectoryQueue:
     """See the module.
 
     sample    (number, prompts, places, captured) → trajectories and metrics; in the queue's threads
-    reward    trajectories → samples; fills the rewards; in the queue's threads
+    reward    trajectories → samples and metrics; fills the rewards; in the queue's threads
     apart     sample every group by itself, in one of num_threads threads; else those of a step together
     num_dropped   groups that were too old, since the last `take`
     """
@@ -121,9 +121,9 @@ class TrajectoryQueue:
         """True in a thread of the queue while it works."""
         return getattr(self._here, "works", False)
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Return function(), called in a thread of the queue after what was begun before."""
-        return self._samplers.submit(self._work, function).result()
+    def call(self, function: Callable[..., Any], *arguments: object, rewards: bool = False) -> Any:
+        """Return function(*arguments), called after what was begun before by a thread that samples or one for rewards."""
+        return (self._rewarders if rewards else self._samplers).submit(self._work, function, *arguments).result()
 
     # ---- the caller's side ----
 
@@ -210,7 +210,7 @@ class TrajectoryQueue:
 
     def _reward_some(self, run: int, keys: list[Key], trajectories: list[Trajectory], metrics: Json) -> None:
         try:
-            samples = self._work(self._reward, trajectories)
+            samples, more = self._work(self._reward, trajectories)
         except BaseException as error:
             self._end(run, keys, error)
             return
@@ -219,7 +219,7 @@ class TrajectoryQueue:
         groups = {}
         for i, key in enumerate(keys):
             part = slice(i * self.num_samples, (i + 1) * self.num_samples)
-            groups[key] = Group(trajectories[part], samples[part], {} if i else metrics)
+            groups[key] = Group(trajectories[part], samples[part], {} if i else metrics | more)
         self._end(run, keys, groups)
 
     def _end(self, run: int, keys: list[Key], found: dict[Key, Group] | BaseException) -> None:
@@ -275,6 +275,9 @@ class TrajectoryQueue:
 NUMBER = Kind("a number", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool))  # NaN: a failed reward
 KEY = Kind("two counts", lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(COUNT.fits, v)))
 PAIR = Kind("two numbers", lambda v: isinstance(v, list) and len(v) == 2 and all(map(NUMBER.fits, v)))
+MEAN_OR_SUM = Kind(
+    "one or two numbers", lambda v: isinstance(v, list) and len(v) in (1, 2) and all(map(NUMBER.fits, v))
+)
 SEQUENCE = {
     "finish": TEXT_OR_NONE,
     "versions": [COUNT],
@@ -287,7 +290,7 @@ SEQUENCE = {
     "num_others": COUNT,
     "routed": Kind("true or false", lambda v: isinstance(v, bool)),
 }
-ABOUT = [{"key": KEY, "sequences": [SEQUENCE], "samples": [TREE], "metrics": {EACH: PAIR}}]
+ABOUT = [{"key": KEY, "sequences": [SEQUENCE], "samples": [TREE], "metrics": {EACH: MEAN_OR_SUM}}]
 LENGTHS = "lengths"  # [S, 3]: tokens, tokens with log-probs (−1 without any), tokens of the prompt
 
 
