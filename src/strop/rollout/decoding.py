@@ -320,6 +320,8 @@ class Engine:
         rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
         round_.enter(rows, torch.arange(lanes, device=device), 0)
         round_.make_spare(rows.after(lanes))
+        if T > 1 and isinstance(self.layers, FusedLayers) and not self.on_gpu:
+            self.layers.pack(lanes)  # takes as long as a step
         if self.on_gpu:
             self.table[:6] = torch.tensor(round_.table())
             self._use_eos(eos_ids)
