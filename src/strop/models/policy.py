@@ -45,6 +45,7 @@ from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.head import in_dtype
 from strop.ops.linear import LMHead
+from strop.ops.onednn import FEWEST_WEIGHTS
 from strop.ops.registry import FORCED, REGISTERED_BY_USER
 
 Result = TypeVar("Result")
@@ -100,7 +101,7 @@ class Policy:
         )
         self.opaque: set[str] | None = None  # layers that had no gradient before the trial
         self.fused: Any = None
-        self._faster_forwards: dict[nn.Module, Callable[..., torch.Tensor]] | None = None
+        self._faster: Within | None = None
         self.modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
         self.shards: Shards | None = None
@@ -110,7 +111,7 @@ class Policy:
 
     def __getstate__(self) -> Json:
         """Return the state for copies and pickles, without the rollout engine, which is bound to these weights."""
-        return {**self.__dict__, "rollout_engine": None, "_faster_forwards": None}
+        return {**self.__dict__, "rollout_engine": None, "_faster": None}
 
     def be_exact(self) -> None:
         """Make log-probs bitwise equal in rollouts, scoring and training, in any batch, by a fixed order of all sums.
@@ -391,13 +392,13 @@ class Policy:
         if self.boundaries is not None:
             self.boundaries.forget()
         if self.packs:
-            within = self._products if self.fused is None else self.fused.used
+            within = self.products() if self.fused is None else self.fused.used
             with self._routed(batch.routing_NLk, within) as within:
                 read_N, _ = self.read_packed(module, batch, part, self.rules, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.padded(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
-        with self._routed(routing, self._products) as within, also_again(self.modules, within):
+        with self._routed(routing, self.products()) as within, also_again(self.modules, within):
             found = part(self.call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -408,12 +409,15 @@ class Policy:
             )
         return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
 
-    def _products(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which large linear layers use the fastest products of this CPU."""
-        if self._faster_forwards is None:
-            compiled = self.model is not self.inner
-            self._faster_forwards = {} if compiled else faster_forwards(self.inner.modules())
-        return replaced_forwards(self._faster_forwards)
+    def products(self) -> Within:
+        """Return the context in which large linear layers use the fastest products of this CPU."""
+        if self._faster is None:
+            large = any(
+                type(module) is nn.Linear and module.weight.numel() >= FEWEST_WEIGHTS for module in self.inner.modules()
+            )
+            forwards = faster_forwards(self.inner) if large and self.model is self.inner else {}  # not if compiled
+            self._faster = functools.partial(replaced_forwards, forwards) if forwards else contextlib.nullcontext
+        return self._faster
 
     def _routed(self, chosen: torch.Tensor | None, within: Within) -> contextlib.AbstractContextManager[Within]:
         """Return a context that yields the context for one forward: `within`, with these experts chosen."""

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 
 from strop.losses.rules import NLL, TokenRule, from_text, token_terms
-from strop.ops import onednn
 from strop.ops.head import (
     IDS_MULTIPLE,
     TOKENS_MULTIPLE,
@@ -38,6 +37,7 @@ from strop.ops.head import (
     LogitChunks,
     Wanted,
     add_product,
+    by_onednn,
     cut,
     empty_gradients,
     narrowed,
@@ -264,7 +264,7 @@ def _over_the_gradient(
     if the row functions need copies of the logits, or if the product chooses its memory itself.
     """
     H, V = head.weight_VH.shape[1], head.V
-    if not wanted.weight or not n or logit_bytes != dtype.itemsize or onednn.takes(head.weight_VH, V * H):
+    if not wanted.weight or not n or logit_bytes != dtype.itemsize or by_onednn(head.weight_VH, head.weight_VH):
         return None
     row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes per id
     memory = V * H * sums_in(dtype).itemsize + workspace

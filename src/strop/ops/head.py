@@ -77,7 +77,7 @@ class Head(NamedTuple):
             out_nV = memory[: len(hidden_nH) * self.row].view(len(hidden_nH), self.row)[:, : self.V]
             return product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
         weight_vH = self.weight_VH[vocabulary]
-        if onednn.takes(hidden_nH, weight_vH.numel()):
+        if by_onednn(hidden_nH, weight_vH):
             return onednn.product(hidden_nH, weight_vH, None if self.bias_V is None else self.bias_V[vocabulary])
         out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
         if self.bias_V is None:
@@ -155,7 +155,7 @@ class CountedTokens:
             self.rows.put_multiplied(product_nH, factors_n, *into)
         elif self.places is None and out_NH.dtype == a.dtype:
             product(a, b, out_NH[part])
-        elif onednn.takes(a, b.numel()):
+        elif by_onednn(a, b):
             self.put(onednn.product(a, b.T), part, out_NH)
         else:
             self.put(torch.mm(a, b), part, out_NH)
@@ -229,9 +229,14 @@ def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradie
     )
 
 
+def by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether oneDNN computes the product of these matrices, into memory of its own."""
+    return b.numel() >= onednn.FEWEST_WEIGHTS and onednn.takes(a)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write a @ b into `out`, which may be wider than the factors."""
-    if onednn.takes(a, b.numel()) and out.dtype == a.dtype:
+    if by_onednn(a, b) and out.dtype == a.dtype:
         out.copy_(onednn.product(a, b.T))
     elif out.dtype == a.dtype:
         torch.mm(a, b, out=out)
@@ -243,7 +248,7 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Add a @ b to `out`, which may be wider than the factors."""
-    if onednn.takes(a, b.numel()) and out.dtype == a.dtype:
+    if by_onednn(a, b) and out.dtype == a.dtype:
         out += onednn.product(a, b.T)
     elif out.dtype == a.dtype:
         out.addmm_(a, b)

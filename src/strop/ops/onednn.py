@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-FEWEST_WEIGHTS = 2**17  # a product with a smaller weight takes no longer by MKL
+FEWEST_WEIGHTS = 2**16  # callers leave products with a smaller matrix to torch, which is as fast there
 
 
 @functools.cache
@@ -21,10 +21,14 @@ def has_onednn() -> bool:
         return False
     x_NH, weight_EH = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
     try:
-        found_NE = product(x_NH, torch.ops.mkldnn._reorder_linear_weight(weight_EH, 3))
+        with torch.autocast("cpu", enabled=False):
+            found_NE, wanted_NE = (
+                product(x_NH, torch.ops.mkldnn._reorder_linear_weight(weight_EH, 3)),
+                x_NH @ weight_EH.T,
+            )
     except (AttributeError, RuntimeError, NotImplementedError):  # these operators are not part of torch's promises
         return False
-    return torch.equal(found_NE, x_NH @ weight_EH.T)
+    return torch.equal(found_NE, wanted_NE)
 
 
 @functools.cache
@@ -38,16 +42,14 @@ def is_faster() -> bool:
     return is_amd and torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn()
 
 
-def takes(a: torch.Tensor, num_weights: int) -> bool:
-    """Return whether a product of `a` and a matrix of so many elements is faster by oneDNN."""
-    return a.dtype == torch.float32 and a.device.type == "cpu" and num_weights >= FEWEST_WEIGHTS and is_faster()
+def takes(a: torch.Tensor) -> bool:
+    """Return whether a product of `a` and a matrix of at least FEWEST_WEIGHTS elements is faster by oneDNN."""
+    return a.dtype == torch.float32 and a.device.type == "cpu" and is_faster()
 
 
 def packed(weight_EH: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Return the weight in the layout of oneDNN's kernels for about so many rows; None if that is not faster."""
-    if weight_EH.device.type != "cpu" or weight_EH.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if weight_EH.numel() < FEWEST_WEIGHTS or not has_onednn():
+    """Return a large weight in the layout of oneDNN's kernels for about so many rows; None if there is no such layout."""
+    if weight_EH.dtype not in (torch.float32, torch.bfloat16) or not has_onednn():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight_EH, num_rows)
 

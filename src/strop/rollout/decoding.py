@@ -140,7 +140,7 @@ class Engine:
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         )
         compiled = policy.model is not unwrapped(policy.model)  # the user compiled the model
-        own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
+        own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled, policy.products())
         ids = checks.probe(policy)[0]
         try:
             seen = checks.states_of(own, ids, self.device)

@@ -31,9 +31,9 @@ from strop.models.decoder_layers import (
     projections_of,
     rms_norm_of,
 )
-from strop.models.kinds import is_plain, replaced_forwards
-from strop.models.products import faster_forwards
+from strop.models.kinds import is_plain
 from strop.models.rotations import Boundaries
+from strop.models.routing import Within
 from strop.models.trial import decoder_and_head
 from strop.ops import onednn
 from strop.rollout.slots import CacheShape, OneRow, slot_cache
@@ -58,7 +58,9 @@ def without_autograd(device: torch.device) -> contextlib.AbstractContextManager[
 class OwnLayers:
     """The model's forward, with 16-bit copies of its matrices under autocast."""
 
-    def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
+    def __init__(
+        self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool, products: Within
+    ):
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
         self.rules: dict[int, Rule] | None = None  # attention rules, once the layers have been seen
@@ -68,7 +70,7 @@ class OwnLayers:
         self._keeps_logits = "logits_to_keep" in takes
         self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
         self._compiled: Any = torch.compile(self._forward) if compiled else None
-        self._faster = {} if compiled else faster_forwards(model.modules())
+        self._products = products
 
     def refresh(self, num_positions: int) -> None:
         if self.copies is None:  # only when they are needed: most models have fused layers
@@ -108,9 +110,8 @@ class OwnLayers:
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
             skipping = contextlib.nullcontext() if self._compiled else without_autograd(self.device)
-            faster = replaced_forwards(self._faster)
             attention = attending(self.model, None, self.rules), sdpa_without_plans()
-            with torch.no_grad(), skipping, cast, attention[0], attention[1], copies, faster:
+            with torch.no_grad(), skipping, cast, attention[0], attention[1], copies, self._products():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
@@ -211,7 +212,8 @@ class FusedLayers:
     def pack(self, num_rows: int) -> None:
         """Prepare the products for steps of about so many rows, until `ready` ends. Does nothing on a GPU."""
         for one in self._products:
-            one.packed = onednn.packed(one.weight_EH, num_rows) if one.packed is None else one.packed
+            if one.packed is None and one.weight_EH.numel() >= onednn.FEWEST_WEIGHTS:
+                one.packed = onednn.packed(one.weight_EH, num_rows)
 
     def read(
         self, pass_: Pass, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True
