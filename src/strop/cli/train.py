@@ -75,6 +75,10 @@ ALGORITHMS = {
         "GRPO", "Reinforcement learning from rewards compared within a group.", ("reward", "environment", "tools", "agent"),
         (*SAMPLED, "group_size", "kl_coef", "loss_type", "inner_epochs", "mask_truncated"), prompted=True,
     ),
+    "rloo": Command(
+        "RLOO", "REINFORCE with the other completions of a prompt as baseline: GRPO with two other defaults.",
+        ("reward", "environment", "tools", "agent"), (*SAMPLED, "group_size", "kl_coef", "inner_epochs"), prompted=True,
+    ),
     "ppo": Command(
         "PPO", "Reinforcement learning with a critic.", ("reward", "critic"),
         (*SAMPLED, "critic", "critic_learning_rate", "kl_coef", "lam", "value_coef", "inner_epochs"), prompted=True,
