@@ -185,7 +185,8 @@ FIELDS = {
     RewardModel.Config: SHARED + "max_length center_coef",
     Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
-    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing rollout_dtype num_eval_samples calls sampling server loss",
+    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing "
+    "rollout_dtype num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED
     + "group_size kl_coef inner_epochs minibatch_size advantage pass_k advantage_scale advantage_ddof advantage_eps "
     "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "

@@ -69,7 +69,8 @@ class OnPolicy(Trainer):
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
-        if config.rollout_dtype is not None:
+        self.samples_in_16_bits = getattr(config, "rollout_dtype", None) is not None
+        if self.samples_in_16_bits:
             _check_rollout_dtype(self.policy)
         self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
@@ -218,9 +219,8 @@ class OnPolicy(Trainer):
         addresses: Sequence[int] | None = None,
     ) -> list[Trajectory]:  # fmt: skip
         """Return num_samples completions of each prompt, or conversations with its environment."""
-        lower = self.config.rollout_dtype is not None
-        dtype = torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext()
-        with dtype:
+        lower = self.samples_in_16_bits
+        with torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext():
             if self.player is not None:
                 return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
             trajectories = self.sampler(

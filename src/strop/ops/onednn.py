@@ -38,7 +38,7 @@ def is_faster() -> bool:
     This is decided by the kind of CPU and not by measuring, so that a run and its continuation compute alike.
     """
     cpuinfo = Path("/proc/cpuinfo")
-    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
+    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
     return is_amd and torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn()
 
 
