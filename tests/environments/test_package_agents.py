@@ -243,7 +243,7 @@ def test_a_taskset_of_verifiers_and_its_harness(policy, counting):
         assert one.turns[0].reward == pytest.approx(0.3 + 2 * task)
         assert (one.info["agent/turns"], one.info["agent/secret"]) == (pytest.approx(0.3), 2 * task)
     assert dict(os.environ) == before  # no key stays behind
-    with pytest.raises(EnvironmentFailure, match="agent verifiers_agent raised RuntimeError: .*out of order"):
+    with pytest.raises(EnvironmentFailure, match=r"agent verifiers_agent raised RuntimeError: .*out of order"):
         record(policy, agent, rows=[{"task": 7}])
     trainer = GRPO(model=policy.model, tokenizer=policy.tokenizer, agent=agent, group_size=2, max_new_tokens=4)
     assert trainer.train_step([{"task": 0}, {"task": 4}])["reward/mean"] == pytest.approx(4.3)
@@ -288,7 +288,7 @@ def load_environment(num_turns=2, group=False):
         assert text.count("heard") == 2
         assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)
         assert one.turns[0].reward == (3 + number) / 2
-    with pytest.raises(EnvironmentFailure, match="agent verifiers_agent raised RuntimeError: .*out of order"):
+    with pytest.raises(EnvironmentFailure, match=r"agent verifiers_agent raised RuntimeError: .*out of order"):
         record(policy, agent, rows=agent.rows()[4:])
     trainer = GRPO(model=policy.model, tokenizer=policy.tokenizer, agent=agent, group_size=2, max_new_tokens=4)
     assert trainer.train_step(agent.rows()[:2])["reward/mean"] == 1.75
