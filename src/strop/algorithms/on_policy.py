@@ -32,6 +32,7 @@ from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
+from strop.models import Policy
 from strop.rewards import (
     MetricsFunctions,
     PreferenceFunction,
@@ -82,6 +83,9 @@ class OnPolicy(Trainer):
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
+        self.samples_in_16_bits = getattr(config, "rollout_dtype", None) is not None
+        if self.samples_in_16_bits:
+            _check_rollout_dtype(self.policy)
         self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.led = self.world.size > 1 and bool(config.server.urls)  # the first process samples for all
         self.in_order = config.server.order == "deterministic"
@@ -282,9 +286,7 @@ class OnPolicy(Trainer):
                 [one for some in both for one in some] for both in zip(*everyones, strict=True)
             )
             found = self._complete_now(all_prompts, *how, all_addresses)
-            if (
-                self.player is not None
-            ):  # environments stay in the process that played them, so rewards are computed there
+            if self.player is not None:  # environments stay in the process that played them, and so do their rewards
                 self.reward(found)
                 for one in found:
                     one.shown = {name: value for name, value in one.shown.items() if name != "environments"}
@@ -310,9 +312,13 @@ class OnPolicy(Trainer):
         self, prompts: Sequence[Trajectory], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> list[Trajectory]:  # fmt: skip
-        if self.player is not None:
-            return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
-        trajectories = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
+        lower = self.samples_in_16_bits
+        with torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext():
+            if self.player is not None:
+                return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
+            trajectories = self.sampler(
+                [prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses
+            )
         for i, trajectory in enumerate(trajectories):
             prompt = prompts[i // num_samples]
             trajectory.row, trajectory.shown = prompt.row, prompt.shown
@@ -439,10 +445,8 @@ class OnPolicy(Trainer):
         if self.queue is not None and fits:
             most = (self.queue.max_staleness + 2) * self.config.run.batch_size
             judge = self.rewards or self.preference
-            names = (
-                set() if judge is None else {judge.name} if isinstance(judge, PreferenceFunction) else {*judge.names}
-            )
-            self.queue.load_state(tensors, values, most, names, self.policy.check_ids)
+            names = [judge.name] if isinstance(judge, PreferenceFunction) else [] if judge is None else judge.names
+            self.queue.load_state(tensors, values, most, {*names}, self.policy.check_ids)
 
     @property
     def _share(self) -> list[int]:
@@ -452,6 +456,21 @@ class OnPolicy(Trainer):
 
 def _cut(groups: list[Group], shares: Sequence[range]) -> list[list[Group]]:
     return [groups[share.start : share.stop] for share in shares]
+
+
+def _check_rollout_dtype(policy: Policy) -> None:
+    """Raise for strop's MoE, which samples in float32. Warn on a CPU that has no 16-bit products."""
+    if policy.kind == "moe":
+        raise ValueError(
+            "rollout_dtype must be None for strop's MoE, whose engine computes in float32, found 'bfloat16'"
+        )
+    if policy.device.type == "cpu" and not (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ):
+        warnings.warn(
+            "rollout_dtype='bfloat16' takes longer than None on this CPU, which has neither AVX512-BF16 nor AMX",
+            stacklevel=4,
+        )
 
 
 def _listed(tools: object) -> list[Any]:
