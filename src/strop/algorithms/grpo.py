@@ -163,7 +163,7 @@ class GRPO(PolicyGradient):
 def without_signal(trajectories: Sequence[Trajectory], group_size: int, each: bool = False) -> torch.Tensor:
     """Return [P] bool: True where all rewards of a group are equal, with `each` those of every function."""
     rewards = [list(one.rewards.values()) if each else [one.reward] for one in trajectories]
-    groups_PGK = torch.tensor(rewards).view(-1, group_size, len(rewards[0]) if rewards else 1)  # none: a process without prompts
+    groups_PGK = torch.tensor(rewards).view(-1, group_size, len(rewards[0]) if rewards else 1)
     smallest_PK = groups_PGK.nan_to_num(nan=torch.inf).amin(1)  # NaN: a reward that failed
     return (groups_PGK.nan_to_num(nan=-torch.inf).amax(1) <= smallest_PK).all(1)
 
