@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from results import result_of
+
 from benchmarks.harness import Method
 from benchmarks.pages import demo as page
 from benchmarks.suites import demo
@@ -12,15 +14,6 @@ from benchmarks.suites import demo
 @pytest.fixture(scope="module")
 def measured():
     return demo.demo(3, "--steps=2", "--sft-steps=2").measure(Method())
-
-
-def result_of(*cases):
-    machine = {"cpu": "a CPU", "cores": 2, "instruction_set": "avx2"}
-    threads = {"usable_cpus": 2, "strop": 2, "torch": 2, "blas": 2}
-    return {
-        "cases": list(cases), "machine": machine, "threads": threads, "versions": {"python": "3.11"},
-        "commit": {"id": "abc", "clean": True}, "created": "2026-01-01", "command": "strop bench demo",
-    }  # fmt: skip
 
 
 def test_scores_curves_and_seconds_are_kept(measured):
@@ -47,10 +40,3 @@ def test_the_pages():
     table = page.demo_table(result_of(case))
     assert "| 0 | greedy | 40.0% | 98.0% | 41 s |" in table
     assert "| 0 | best of 8 | 50.0% | 100.0% |  |" in table
-
-
-def test_the_figure_is_the_demos(measured, tmp_path):
-    pytest.importorskip("matplotlib")
-    page.demo_figure(result_of(measured), tmp_path / "demo.png", {"Comment": "0" * 64})
-    content = (tmp_path / "demo.png").read_bytes()
-    assert b"tEXtComment\x00" + b"0" * 64 in content

@@ -7,6 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from results import result_of  # noqa: E402
+
 from benchmarks.contenders import generation as contenders  # noqa: E402
 from benchmarks.contenders.generation import END, Failed, Made, Model, Workload  # noqa: E402
 from benchmarks.harness import Method  # noqa: E402
@@ -170,11 +172,7 @@ def test_a_peer_that_fails_is_left_out_and_why_is_told(in_this_process):
 def test_the_page(in_this_process):
     measured = [case.measure(Method(rounds=3)) for case in generation.cases([FULL, VARIED])]
     measured[0]["labels"]["left_out"] = {"vLLM": "it is too large", "TRL": "it is not installed"}
-    result = {
-        "cases": measured, "method": {"rounds": 3, "confidence": 0.95}, "commit": {"id": "0123456789", "clean": None},
-        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2}, "versions": {},
-        "created": "2026-11-16T00:00:00", "command": "strop bench generation",
-    }  # fmt: skip
+    result = result_of(*measured, method={"rounds": 3, "confidence": 0.95})
     text = page.generation_table(result)
     line = (
         "| tiny Qwen2, 6 × 6 tokens after 4, float32 | transformers | 3.6 ms | no difference 1× [1, 1] | 36 | 10,000 |"

@@ -6,7 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import ROOT, harness, report, training  # noqa: E402 (after the skip)
+from results import result_of  # noqa: E402 (after the skip)
+
+from benchmarks import ROOT, training  # noqa: E402 (after the skip)
 from benchmarks.harness import Method  # noqa: E402
 from benchmarks.pages import learning as page  # noqa: E402
 from benchmarks.suites import learning  # noqa: E402
@@ -98,11 +100,7 @@ def result():
         "work": "GRPO", "labels": {"num_eval_rows": 100, "accuracy": ACCURACY}, "training": training, "evaluations": held_out,
         "config": {"run": {"batch_size": 32}, "group_size": 16, "optim": {"learning_rate": 1e-5}},
     }  # fmt: skip
-    return {
-        "schema": 1, "cases": [case], "commit": {"id": "0123456789", "clean": None}, "versions": {"torch": "2.11.0"},
-        "machine": {"cpu": "A CPU", "instruction_set": "avx2"}, "threads": {"usable_cpus": 2, "strop": 2},
-        "gpu": {"name": "A GPU"}, "created": "2026-11-15T00:00:00", "command": "strop bench learning",
-    }  # fmt: skip
+    return result_of(case, versions={"torch": "2.11.0"}, gpu={"name": "A GPU"})
 
 
 def test_the_table(result, monkeypatch):
@@ -161,17 +159,3 @@ def test_the_sentence(result):
 def test_intervals_are_wilsons(share, count, low, high):
     """Values of statsmodels' proportion_confint(method="wilson")."""
     assert page._interval(share, count) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_blocks_and_figure_follow_the_result(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(report, "FIGURES", {"curve.png": (page.learning_figure, "r.json")})
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- generated: learning_summary r.json -->\n<!-- end generated -->\n")
-    assert report.write(tmp_path) == []  # without a result the block stays empty
-    harness.save(result, tmp_path / "r.json")
-    assert report.write(tmp_path) == ["README.md", "curve.png"]
-    assert report.drifted(tmp_path) == []
-    result["cases"][0]["evaluations"][ACCURACY][-1] = 0.8
-    harness.save(result, tmp_path / "r.json")
-    assert report.drifted(tmp_path) == ["README.md", "curve.png"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from results import result_of
 
-from benchmarks import gpu_timers, harness, report
+from benchmarks import gpu_timers, harness
 from benchmarks.contenders import loss_accuracy
 from benchmarks.contenders import losses as peers
 from benchmarks.harness import Contender, Method
@@ -241,12 +241,8 @@ def result():
         timed("linear_logp", both, 131072, {"strop": (12.0, 0.9e9, 0.4e9), "floor": (10.0,)}, hidden=2048),
         {"work": "accuracy of x", "labels": {"operator": "accuracy"}, "errors": {"bfloat16": errors}},
     ]  # fmt: skip
-    return {
-        "schema": 1, "suite": "losses", "command": "strop bench losses", "created": "2026-11-15T00:00:00+00:00",
-        "commit": {"id": "0123456789abcdef", "clean": True}, "machine": {"cpu": "A CPU", "instruction_set": "avx2"},
-        "gpu": {"name": "NVIDIA H200", "driver_version": "1.2"}, "threads": {"usable_cpus": 2, "strop": 2},
-        "versions": {"numpy": "2.4", "liger-kernel": "0.8.0"}, "method": {"rounds": 21, "confidence": 0.95}, "cases": cases,
-    }  # fmt: skip
+    gpu = {"name": "NVIDIA H200", "driver_version": "1.2"}
+    return result_of(*cases, gpu=gpu, versions={"numpy": "2.4", "liger-kernel": "0.8.0"})
 
 
 def test_slower_is_as_visible_as_faster(result):
@@ -294,26 +290,3 @@ def test_every_contender_with_its_memory(result):
     assert "wall" not in pages.losses_summary(result)
     assert "(images/losses.png)" in pages.losses_summary(result)
     assert "| bfloat16 | gradient | 3.00e-03 | 1.00e-03 | 3.00× |" in pages.losses_accuracy(result)
-
-
-def test_the_figure(result, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(report, "FIGURES", {"a.png": (pages.losses_figure, "losses.json")})
-    assert report.drifted(tmp_path) == []  # nothing to draw it from
-    harness.save(result, tmp_path / "losses.json")
-    assert report.write(tmp_path) == ["a.png"]
-    assert report.drifted(tmp_path) == []
-
-
-def test_a_block_without_its_result_is_empty_until_it_is_there(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "FIGURES", {})
-    page = tmp_path / "README.md"
-    empty = "<!-- generated: losses_targets r.json -->\n<!-- end generated -->\n"
-    page.write_text(empty)
-    assert report.write(tmp_path) == []
-    assert page.read_text() == empty
-    (tmp_path / "r.json").write_text(json.dumps(result))
-    assert report.write(tmp_path) == ["README.md"]
-    assert len(page.read_text()) > 2 * len(empty)
-    (tmp_path / "r.json").unlink()
-    assert report.drifted(tmp_path) == ["README.md"]

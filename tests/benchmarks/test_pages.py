@@ -4,17 +4,11 @@ import json
 import re
 
 import pytest
+from PIL import Image
+from results import RATIO, result_of
 
 from benchmarks import report
 from benchmarks.pages import convergence, engines
-
-RATIO = {"value": 6.5, "low": 6.0, "high": 7.0, "verdict": "faster"}
-COMMON = {
-    "schema": 1, "command": "strop bench x", "created": "2026-11-15T00:00:00+00:00",
-    "commit": {"id": "0123456789abcdef", "clean": True}, "machine": {"cpu": "A CPU", "instruction_set": "avx2"},
-    "threads": {"usable_cpus": 2, "strop": 2, "torch": 2, "blas": 1}, "versions": {"numpy": "2.4"},
-    "method": {"rounds": 21, "confidence": 0.95}, "load_by_others": 0.04,
-}  # fmt: skip
 
 
 def facts(milliseconds, **more):
@@ -51,7 +45,7 @@ def engines_result():
         timed("blas", "blas", {"1 BLAS thread": facts(4.3), "2 BLAS threads": facts(27.95)}, {"2 BLAS threads": RATIO}),
         *(timed("shares", "shares", shares, share_ratios, engine="native", hidden=h) for h in (64, 256)),
     ]  # fmt: skip
-    return {**COMMON, "suite": "engines", "cases": cases}
+    return result_of(*cases)
 
 
 @pytest.fixture
@@ -61,7 +55,7 @@ def convergence_result():
          "losses": [7.0 + shift, 3.0, 1.2], **({"entropy_rate": 1.05} if task == "language" else {})}
         for task in ("memorise", "language") for engine, shift in (("native", 0.0), ("numpy", 0.001))
     ]  # fmt: skip
-    return {**COMMON, "suite": "convergence", "cases": cases}
+    return result_of(*cases)
 
 
 def test_times_and_ratios(engines_result):
@@ -107,27 +101,25 @@ def test_convergence_table_states_the_largest_difference(convergence_result):
     assert "interleaved" not in text  # nothing was timed
 
 
-def test_figures_carry_their_fingerprints(engines_result, convergence_result, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "drawn"), report.FIGURES.items(), ids=report.FIGURES)
+def test_every_figure_is_drawn_from_its_result_and_carries_its_fingerprint(name, drawn, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(convergence, "NUM_FRAMES", 3)
-    for name, result in (("engines", engines_result), ("convergence", convergence_result)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    figures = {
-        "a.png": (engines.engines_figure, "engines.json"),
-        "b.png": (engines.engines_scaling_figure, "engines.json"),
-        "c.png": (convergence.convergence_figure, "convergence.json"),
-        "d.gif": (convergence.convergence_animation, "convergence.json"),
-    }
-    monkeypatch.setattr(report, "FIGURES", figures)
-    assert report.write(tmp_path) == list(figures)
+    draw, source = drawn
+    for folder in (name, source):
+        (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / source).write_bytes((report.ROOT / source).read_bytes())
+    monkeypatch.setattr(report, "FIGURES", {name: (draw, source)})
+    assert report.write(tmp_path) == [name]
+    assert (tmp_path / name).stat().st_size > 5000
     assert report.drifted(tmp_path) == []
-    (tmp_path / "convergence.json").write_text(json.dumps(convergence_result, indent=1))
-    assert report.drifted(tmp_path) == ["c.png", "d.gif"]
-    from PIL import Image
-
-    with Image.open(tmp_path / "d.gif") as animation:
-        assert animation.n_frames == 3
-        assert animation.info["duration"] == convergence.FRAME_MILLISECONDS
+    found = json.loads((tmp_path / source).read_text())
+    (tmp_path / source).write_text(json.dumps(found))
+    assert report.drifted(tmp_path) == [name]
+    if name.endswith("gif"):
+        with Image.open(tmp_path / name) as animation:
+            assert animation.n_frames == 3
+            assert animation.info["duration"] == convergence.FRAME_MILLISECONDS
 
 
 def test_every_block_of_the_pages_has_a_renderer():

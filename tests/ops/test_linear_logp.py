@@ -89,17 +89,6 @@ def test_a_frozen_head_is_as_exact_as_eager(backend, dtype, workspace, masked, m
         assert (gradient[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("workspace", [None, 400])
-def test_the_gradient_of_a_frozen_head(workspace, monkeypatch):
-    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 0)
-    hidden, weight, bias, ids, mask = example(torch.float64, H=2, V=7)
-    options = {"temperature": 0.7, "completion_mask": mask, "workspace": workspace}
-    with registry.use_backend(linear_logp="chunked"):
-        assert torch.autograd.gradcheck(
-            lambda h: linear_logp(h, weight, ids, bias=bias, **options), [hidden.requires_grad_()]
-        )
-
-
 def test_a_frozen_head_takes_two_products(cutting_backend, monkeypatch):
     """The logits, and from their gradient the hidden states'; the backward none."""
     products = []
@@ -157,37 +146,6 @@ def test_a_tied_head_gets_both_gradients(backend):
         function(tied.T[ids], tied.T, ids).sum().backward()
         grads.append(tied.grad)
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
-
-
-def test_one_of_everything(backend):
-    found, gradients = run(linear_logp, torch.ones(1), torch.ones(1, 1), torch.ones(1), torch.tensor(0), entropy=True)
-    assert [x.item() for x in (*found, *gradients)] == [0] * 5
-
-
-def test_layouts(backend):
-    hidden, weight, bias, ids, _mask = example()
-    expected, expected_gradients = run(linear_logp, hidden[:, :-1].contiguous(), weight, bias, ids[:, :-1].contiguous())
-    leaf = hidden.clone().requires_grad_()
-    columns = weight.T.contiguous().T.requires_grad_()
-    found = linear_logp(leaf[:, :-1], columns, ids[:, :-1], bias=torch.stack([bias, bias], 1)[:, 0])
-    found.sum().backward()
-    torch.testing.assert_close(found, expected[0])
-    torch.testing.assert_close(leaf.grad[:, :-1], expected_gradients[0])
-    torch.testing.assert_close(columns.grad, expected_gradients[1])
-    one = linear_logp(hidden[:1, ::2], weight, ids[:1, ::2], bias=bias)  # ids that are a view with a stride
-    torch.testing.assert_close(
-        one, linear_logp(hidden[:1, ::2].contiguous(), weight, ids[:1, ::2].contiguous(), bias=bias)
-    )
-
-
-def test_int32_ids_and_a_banned_token(backend):
-    hidden, weight, bias, ids, _ = example()
-    bias[3] = -math.inf
-    ids = ids.masked_fill(ids == 3, 4)
-    found, gradients = run(linear_logp, hidden, weight, bias, ids.int(), entropy=True, workspace=100)
-    expected, expected_gradients = run(linear_logp.reference, hidden, weight, bias, ids, entropy=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=4e-6)  # entropies of float32 rounding
 
 
 @pytest.mark.parametrize("frozen", [True, False])

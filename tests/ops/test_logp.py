@@ -1,4 +1,4 @@
-"""logp on every backend: by hand, its gradients' equations, numbers at the edge, shapes, in place."""
+"""logp and ratio_kl on every backend: by hand, the gradients' equations, numbers at the edge, shapes."""
 
 import math
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from yardstick import backend_fixture, same
 
-from strop.ops import logp, registry
+from strop.ops import logp, ratio_kl, registry
 
-backend, float64_backend = backend_fixture("logp"), backend_fixture("logp", dtype=torch.float64)
+backend, ratio_kl_backend = backend_fixture("logp"), backend_fixture("ratio_kl")
 
 
 def test_by_hand(backend):
@@ -17,6 +17,21 @@ def test_by_hand(backend):
     assert found.tolist() == pytest.approx([math.log(0.25), math.log(0.7)])
     expected = [-sum(p * math.log(p) for p in row) for row in ([0.5, 0.25, 0.25], [0.1, 0.2, 0.7])]
     assert entropy.tolist() == pytest.approx(expected)
+
+
+def test_ratio_kl_by_hand(ratio_kl_backend):
+    """p = ¼ and reference ½ for the token, old ⅛: ratio 2, d = log 2, kl = 2 − log 2 − 1."""
+    policy = torch.log(torch.tensor([[0.25, 0.75]])).requires_grad_()
+    ref, old = torch.log(torch.tensor([[0.5, 0.5]])), torch.log(torch.tensor([0.125]))
+    ratio, kl = ratio_kl(policy, ref, torch.tensor([0]), None, old)
+    assert ratio.tolist() == pytest.approx([2.0])
+    assert kl.tolist() == pytest.approx([1 - math.log(2)])
+    (d_ratio,) = torch.autograd.grad(ratio.sum(), policy, retain_graph=True)
+    (d_kl,) = torch.autograd.grad(kl.sum(), policy)
+    assert d_ratio[0].tolist() == pytest.approx([2 * 0.75, -2 * 0.75])
+    assert d_kl[0].tolist() == pytest.approx([-1 * 0.75, 0.75])  # (1 − exp d)·(onehot − p)
+    _, kl = ratio_kl(policy, policy, torch.tensor([0]), None, old)
+    assert kl.abs().max() < 1e-12
 
 
 def test_gradient_equations(backend):
@@ -88,41 +103,17 @@ def test_nan_logits_are_not_hidden(backend):
     assert logp(logits, torch.tensor([0, 0])).isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("which", ["logp", "entropy", "both"])
-def test_a_gradient_of_either_result(backend, which):
-    torch.manual_seed(5)
-    logits, ids = torch.randn(2, 3, 6), torch.randint(0, 6, (2, 3))
-    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
-    grads = []
-    for function in (logp, logp.reference):
-        x = logits.clone().requires_grad_()
-        found, entropy = function(x, ids, completion_mask=mask, entropy=True)
-        ((found * (which != "entropy")).sum() * 0.7 + (entropy * (which != "logp")).square().sum()).backward()
-        grads.append(x.grad)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6)
-
-
-def test_the_gradient_may_take_the_logits_memory(backend):
-    torch.manual_seed(6)
-    logits, ids = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
-    plain = logits.clone().requires_grad_()
-    logp(plain, ids).sum().backward()
-    leaf = logits.clone().requires_grad_()
-    source = leaf * 1.0
-    found = logp(source, ids, in_place=True)
-    found.sum().backward(retain_graph=True)
-    torch.testing.assert_close(leaf.grad, plain.grad)
-    if backend == "triton":
-        assert torch.equal(source, leaf.grad)
+def test_in_place_runs_backward_once_and_overwrites_only_what_has_a_gradient():
+    ids, columns = torch.arange(6), torch.randn(7, 6).T
+    with registry.use_backend(logp="triton"):
+        found = logp(torch.randn(6, 7, requires_grad=True) * 1.0, ids, in_place=True)
+        found.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="can run once: the gradient has overwritten the logits"):
             found.sum().backward()
-        columns = torch.randn(7, 6).T.requires_grad_()
-        with pytest.raises(ValueError, match="in_place needs logits whose rows lie in memory one after another"):
-            logp(columns, ids.view(-1), in_place=True)
-        assert logp(columns.detach(), ids.view(-1), in_place=True).shape == (6,)  # nothing to overwrite
+        assert logp(columns, ids, in_place=True).shape == (6,)  # nothing to overwrite
 
 
-def test_in_place_is_refused_where_another_operator_saved_the_logits():
+def test_in_place_is_refused_where_logp_saved_the_logits():
     """Either loss may overwrite the logits, but not under the other, which would read a gradient for logits."""
     ids = torch.tensor([1, 2])
     for in_place in (True, False):

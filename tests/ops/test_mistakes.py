@@ -7,6 +7,8 @@ import torch
 from operators import V, arguments, call
 from yardstick import backends
 
+from strop.losses import PolicyRule
+
 L = {
     name: arguments(name)
     for name in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_grpo_loss", "linear_dpo_loss")
@@ -119,6 +121,13 @@ MISTAKES = {
         ({"beta": 1.5}, ValueError, "beta must be at least 0 and at most 1, found 1.5"),
         ({"temperature": 0.0}, ValueError, "temperature must be finite and above 0"),
         ({"workspace": 0}, ValueError, "workspace must be at least 1, found 0"),
+    ],
+    "linear_token_loss": [
+        ({"rule": PolicyRule(importance_level="sequence")}, ValueError, "rule must be one that a row alone gives"),
+        ({"rule": PolicyRule(entropy_coef=0.1)}, ValueError, "rule must be one that a row alone gives"),
+        ({"advantages": None}, ValueError, "advantages must be given for a PolicyRule"),
+        ({"ref_logps": None}, ValueError, "ref_logps must be given where beta is above 0"),
+        ({"old_logps": torch.zeros(3)}, ValueError, "old_logps must have shape [12], found [3]"),
     ],
 }  # fmt: skip
 CASES = [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes]

@@ -27,7 +27,7 @@ from strop.report.curves import (
     tick_label,
     value_axis,
 )
-from strop.report.metrics import METRICS
+from strop.report.metrics import METRICS, Metric
 from strop.report.page import summary_tiles
 from strop.report.svg import Chart, Curve, line_chart, step_axis
 from strop.report.watch import Answers, Watch, version_of
@@ -113,7 +113,7 @@ def test_a_run_has_every_section_and_curve(tmp_path):
     assert page.headings(3)[:7] == [
         "Accuracy, held out", "Reward", "Loss", "KL to the reference", "Entropy", "Completion length", "Gradient norm",
     ]  # fmt: skip
-    assert len(polylines(text)) == 8
+    assert len(polylines(text)) == 8 + 2  # of the phases
     assert "60 steps in 30" in text
     assert "GRPO" in text
 
@@ -158,7 +158,7 @@ def test_several_runs_are_overlaid(tmp_path):
     text = build_report(runs)
     page = parse(text)
     assert page.headings(2)[0] == "Runs"
-    assert len(polylines(text)) == 16
+    assert len(polylines(text)) == 2 * (8 + 2)
     assert text.count('class="legend runs"') == 1
     differing = re.findall(r'<tr class="differs"><th>(.*?)</th><td>(.*?)</td><td>(.*?)</td>', text)
     assert differing == [("kl_coef", "0.1", "0.2")]
@@ -318,7 +318,7 @@ def test_values_that_are_no_numbers_are_marked_and_leave_a_gap(tmp_path):
 def test_one_step(tmp_path):
     text = build_report([make_run(tmp_path / "run", num_steps=1)])
     assert polylines(text) == []
-    assert text.count("<circle") == 8 - 1  # no evaluation yet
+    assert text.count("<circle") == 8 + 2 - 1  # no evaluation yet
     assert "1 step in 0.5" in text
 
 
@@ -415,8 +415,9 @@ def test_the_figure(tmp_path):
     pytest.importorskip("matplotlib")
     path = draw_figure(runs, tmp_path / "figure.png", bars=("Accuracy", {"greedy": {"before": 0.2, "after": 0.9}}))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(ValueError, match="hold none of nothing; found loss"):
-        draw_figure(runs, path, panels=["nothing"])
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "speed": 2.0}\n')
+    with pytest.raises(ValueError, match=r"hold none of eval/accuracy, .*; found speed"):
+        draw_figure(load_runs([tmp_path / "a"]), path)
 
 
 def in_chromium(address, folder, *options):
@@ -437,7 +438,7 @@ def test_a_browser_logs_no_messages(tmp_path):
     path = write_report(runs, tmp_path / "report.html")
     page, said = in_chromium(path.as_uri(), tmp_path)
     assert "CONSOLE" not in said
-    assert page.count('class="tip"') == page.count("data-chart=") == 8  # the script ran to its end
+    assert page.count('class="tip"') == page.count("data-chart=") == 8 + 2  # the script ran to its end
 
 
 LOOKS = """<script>
@@ -617,9 +618,9 @@ class TestNumbers:
 
 def test_long_numbers_on_an_axis_stay_inside_the_card():
     """0.0000005 apart: nine characters, more than there is room for at the left."""
-    narrow, _ = line_chart(Chart("Largest ratio", [Curve("a", [1, 2], [1.000001, 1.0000035])]))
+    narrow, _ = line_chart(Chart(Metric("Largest ratio"), [Curve("a", [1, 2], [1.000001, 1.0000035])]))
     labels = re.findall(r'class="end"( textLength="40"[^>]*)?>([^<]*)<', narrow)
     assert [len(label) for fitted, label in labels if fitted]
     assert all(fitted for fitted, label in labels if len(label) > 7)
-    plain, _ = line_chart(Chart("Loss", [Curve("a", [1, 2], [1.0, 2.0])]))
+    plain, _ = line_chart(Chart(Metric("Loss"), [Curve("a", [1, 2], [1.0, 2.0])]))
     assert "textLength" not in plain

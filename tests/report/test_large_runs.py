@@ -227,7 +227,7 @@ def test_a_line_that_is_being_written_comes_when_it_is_complete(tmp_path):
     log(folder, [1, 2])
     reader = RunReader(folder)
     with (folder / "metrics.jsonl").open("a") as file:
-        for part, steps, is_cut_off in (('{"step": 3', 2, True), (', "loss": 1}', 3, False), ("\n", 3, False)):
+        for part, steps, is_cut_off in (('{"step": 3', 2, True), (', "loss": 1}', 2, True), ("\n", 3, False)):
             file.write(part)
             file.flush()
             run = reader.read()

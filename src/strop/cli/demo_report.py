@@ -16,6 +16,7 @@ from strop.report import (
     write_report,
 )
 from strop.report.curves import percent
+from strop.report.metrics import Metric
 
 if TYPE_CHECKING:
     from strop.cli.demo import Demo
@@ -77,6 +78,7 @@ def _samples(demo: "Demo") -> Section:
 def _supervised(demo: "Demo") -> Section:
     run = load_run(demo.folder / "sft")
     loss = run.series("loss")
-    chart = Chart("Loss, SFT", [Curve("SFT", loss.steps, loss.values)], "nats per token", from_zero=True)
+    metric = Metric("Loss, SFT", "nats per token", from_zero=True)
+    chart = Chart(metric, [Curve("SFT", loss.steps, loss.values)])
     under = f"{run.num_steps} steps on right answers; {demo.sft_ended}."
     return Section("The supervised stage", under=under, charts=[chart])

@@ -156,6 +156,15 @@ class Config:
         return _plain(self)
 
 
+def flat(tree: Json, prefix: str = "") -> Json:
+    """Return the values of a nested dict by their dotted names: {"optim": {"eps": 1}} becomes {"optim.eps": 1}."""
+    found: Json = {}
+    for name, value in tree.items():
+        inner = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
+
+
 # ---- the tree of names ----
 
 

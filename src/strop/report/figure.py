@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = ["#1f66c9", "#d3541a", "#16875b", "#9333b0", "#b07a08", "#0d7f92", "#c22755", "#596375"]
 INK, SOFT, RULE = "#211d18", "#6b6257", "#e6dfd4"
+MOST_PANELS = 4
 PANELS = [
     "eval/accuracy",
     "reward/mean",
@@ -31,10 +32,7 @@ def draw(
     runs: Sequence[Run],
     path: Path,
     *,
-    panels: Sequence[str] | None = None,
     bars: tuple[str, dict[str, dict[str, float]]] | None = None,
-    columns: int = 4,
-    dpi: int = 150,
     metadata: dict[str, str] | None = None,
 ) -> Path:
     """Draw one panel per metric, after a panel of bars: (title, {"greedy": {"before": 0.4, "after": 0.97}}).
@@ -48,25 +46,20 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    there = [name for name in panels or PANELS if any(len(run.series(name)) for run in runs)]
-    if panels is None:
-        there = [name for name in there if SECOND_TO.get(name) not in there][: 4 - bool(bars)]
+    there = [name for name in PANELS if any(len(run.series(name)) for run in runs)]
+    there = [name for name in there if SECOND_TO.get(name) not in there][: MOST_PANELS - bool(bars)]
     count = len(there) + bool(bars)
     if not count:
-        raise ValueError(f"the runs hold none of {', '.join(panels or PANELS)}; found {', '.join(runs[0].names)}")
-    rows = -(-count // columns)
-    wide = min(count, columns)
+        raise ValueError(f"the runs hold none of {', '.join(PANELS)}; found {', '.join(runs[0].names)}")
     style: Any = {"font.size": 9, "svg.hashsalt": "strop", "text.color": INK, "axes.labelcolor": SOFT}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.1 * wide, 2.5 * rows + 0.35), dpi=dpi, layout="constrained", facecolor="white")
+        figure = Figure(figsize=(3.1 * count, 2.85), dpi=150, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
-        axes = list(figure.subplots(rows, wide, squeeze=False).flat)
+        axes = list(figure.subplots(1, count, squeeze=False).flat)
         if bars:
             _bars(axes.pop(0), *bars)
         for name in there:
             _panel(axes.pop(0), runs, name, describe(name))
-        for spare in axes:
-            spare.set_axis_off()
         if len(runs) > 1:
             _legend(figure, runs)
         path.parent.mkdir(parents=True, exist_ok=True)

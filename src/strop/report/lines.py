@@ -3,20 +3,18 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
 
-from strop._types import Row
+from strop._types import Json, Row
 from strop.training.logging import parse_line
 
-BLOCK = 1 << 20  # bytes read at once: small enough for the CPU cache
+BLOCK = 1 << 20  # bytes read at once
 SEEN = 64  # last bytes read, compared at the next read to detect a rewritten file
 JOIN_BELOW = 4096  # rows: smaller blocks of a table are joined
-BLANKS = bytes.maketrans(b":,{}\n", b"     ")
 
 
 class LineReader:
@@ -28,9 +26,8 @@ class LineReader:
     def __init__(self, path: Path):
         self.path = path
         self.offset, self.num_lines = 0, 0  # read so far
-        self.is_cut_off = False  # the last line is incomplete: the run was killed or is still writing
+        self.is_cut_off = False  # the last line has no newline: the run was killed or is still writing
         self._inode, self._seen = 0, b""
-        self._mid_line = False  # the last line read had no newline yet
 
     def was_replaced(self) -> bool:
         """Return whether the file was replaced: it is another file, it is shorter, or the last bytes read have changed."""
@@ -44,37 +41,21 @@ class LineReader:
             return file.read(len(self._seen)) != self._seen
 
     def blocks(self) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yield blocks of new lines: (number of the first line, its offset, the lines without newlines)."""
+        """Yield blocks of new lines: (number of the first line, its offset, the lines with their newlines)."""
         if not self.path.is_file():
             return
+        self.is_cut_off = False
         with self.path.open("rb") as file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self.offset)
-            rest = b""
-            while read := file.read(BLOCK):
-                *lines, rest = (rest + read).split(b"\n")
-                if lines and self._mid_line and not lines[0].strip():  # the newline of a line that was read without it
-                    self._advance(lines[:1], 0)
-                    lines, self._mid_line = lines[1:], False
+            while lines := file.readlines(BLOCK):
+                if not lines[-1].endswith(b"\n"):
+                    self.is_cut_off = bool(lines.pop().strip())
                 if lines:
                     yield self.num_lines + 1, self.offset, lines
-                    self._advance(lines, 1)
-                    self._mid_line = False
-        self.is_cut_off = False
-        if rest.strip():
-            try:
-                parse_line(rest, self.path, self.num_lines + 1)
-            except ValueError:
-                self.is_cut_off = True
-                return
-            yield self.num_lines + 1, self.offset, [rest]
-            self.num_lines, self.offset, self._mid_line = self.num_lines + 1, self.offset + len(rest), True
-            self._seen = rest[-SEEN:]
-
-    def _advance(self, lines: list[bytes], counted: int) -> None:
-        self.offset += sum(map(len, lines)) + len(lines)
-        self.num_lines += counted * len(lines)
-        self._seen = (lines[-1] + b"\n")[-SEEN:]
+                    self.offset += sum(map(len, lines))
+                    self.num_lines += len(lines)
+                    self._seen = lines[-1][-SEEN:]
 
 
 class Table:
@@ -150,20 +131,13 @@ class Columns:
 
     def add(self, lines: Sequence[bytes], first: int, path: Path) -> None:
         """Add lines; `first` is the number of the first line. If a line is broken, nothing is added."""
-        alike: dict[int, list[int]] = {}
-        for i, line in enumerate(lines):
+        found: dict[tuple[str, ...], list[list[float]]] = {}
+        for number, line in enumerate(lines, first):
             if line.strip():
-                alike.setdefault(line.count(b'"'), []).append(i)
-        found: list[tuple[tuple[str, ...], np.ndarray]] = []
-        for indices in alike.values():
-            chosen, numbers = [lines[i] for i in indices], [first + i for i in indices]
-            read = _read_alike(chosen)
-            if read is None:
-                found += _read_each(chosen, numbers, path)
-            else:
-                found.append((read[0], np.column_stack([numbers, read[1]])))
-        for names, rows in sorted(found, key=lambda one: one[1][0, 0]):
-            self.tables.setdefault(names, Table(names)).add(rows)
+                row = _numbers(parse_line(line, path, number))
+                found.setdefault(tuple(row), []).append([number, *row.values()])
+        for names, rows in found.items():
+            self.tables.setdefault(names, Table(names)).add(np.array(rows, dtype=float))
 
     def condensed(self, most: int) -> "Columns":
         """Return a copy whose tables have at most `most` rows: means of neighbouring rows, at the last step of each group."""
@@ -184,49 +158,15 @@ class Columns:
         return made
 
 
-def _read_alike(lines: Sequence[bytes]) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """Return the names and numbers of lines, faster than by JSON; None unless all have equal names and finite numbers.
-
-    Split at the quotes, the lines are {, name, `: number, `, name, `: number}⏎{` and so on. The values without the
-    characters of numbers must leave the same punctuation for each line.
-    """
-    parts = (b"\n".join(lines) + b"\n{").split(b'"')
-    names, values = parts[1::2], parts[2::2]
-    num_names = len(names) // len(lines)
-    wanted = names[:num_names]
-    if parts[0] != b"{" or b"step" not in wanted or len(set(wanted)) < num_names or names != wanted * len(lines):
-        return None
-    place, ends = wanted.index(b"step"), [b":,"] * (num_names - 1) + [b":}\n{"]
-    text = b"".join(values)
-    steps = b"".join(values[place::num_names]).translate(None, b" 0123456789")
-    if text.translate(None, b" 0123456789.eE+-") != b"".join(ends) * len(lines) or steps != ends[place] * len(lines):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # older versions of NumPy warn instead of raising
-        try:
-            numbers = np.fromstring(text.translate(BLANKS), sep=" ")
-        except (ValueError, DeprecationWarning):
-            return None
-    if len(numbers) != num_names * len(lines) or not np.isfinite(numbers).all() or b"\\" in b"".join(wanted):
-        return None
-    rows_NM = numbers.reshape(len(lines), num_names)
-    try:
-        return (tuple(name.decode() for name in wanted), rows_NM) if rows_NM[:, place].max() < 2**53 else None
-    except UnicodeDecodeError:
-        return None
+def _numbers(row: Json) -> Json:
+    """Return the row's metrics that are numbers, with NaN for null."""
+    if all(type(value) is float or is_number(value) for value in row.values()):
+        return row
+    return {name: math.nan if v is None else v for name, v in row.items() if v is None or is_number(v)}
 
 
-def _read_each(lines: Sequence[bytes], numbers: Sequence[int], path: Path) -> list[tuple[tuple[str, ...], np.ndarray]]:
-    """Read lines as JSON; return their names and numbers. A ValueError names the first broken line."""
-    found: dict[tuple[str, ...], list[list[float]]] = {}
-    for line, number in zip(lines, numbers, strict=True):
-        row = {k: math.nan if v is None else v for k, v in parse_line(line, path, number).items() if is_number(v, True)}
-        found.setdefault(tuple(row), []).append([number, *row.values()])
-    return [(names, np.array(rows, dtype=float)) for names, rows in found.items()]
-
-
-def is_number(value: object, or_none: bool = False) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that fits a float. Integers in JSON may be too large."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023
-    return isinstance(value, float) or (or_none and value is None)
+    return isinstance(value, float)

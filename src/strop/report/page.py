@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from strop.report.svg import (
     legend_of,
     line_chart,
     share_bar,
-    stacked_bars,
 )
 from strop.training.callbacks import falls
 
@@ -33,7 +32,6 @@ HERE = Path(__file__).parent
 WHOLE_STEP = "time/step"
 SAMPLING_METRICS = {"reward/mean", "completion/truncated_fraction", "time/generate"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-MAX_BARS = 36
 MAX_DRAWN = 24  # runs whose curves, times and samples are on the page; the table lists all runs
 MAX_LISTED = 50  # notes and alarms
 MAX_OPTIONS = 12  # columns for differing options, if there are very many runs
@@ -88,7 +86,7 @@ def samples_section(runs: Sequence[Run]) -> Section | None:
         if run.samples:
             body, under = samples.of_run(run)
             if len(runs) > 1:
-                body = f"<details><summary>{escape(run.name)}: {escape(under)}</summary>{body}</details>"
+                body = _folded(f"{run.name}: {under}", body)
             found.append((body, under))
     if not found:
         return None
@@ -107,16 +105,12 @@ def render(
     version: str | None = None,
 ) -> str:
     """Return the page. With a version, the page polls its server for a newer version."""
-    policy, of, live, complete, scripts = (
-        POLICY,
-        "",
-        "",
-        "This file is complete: it loads nothing from anywhere.",
-        ["hover.js"],
-    )
-    if version is not None:
-        policy, of, complete = f"{POLICY}; connect-src 'self'", f' data-version="{escape(version)}"', ""
-        live, scripts = '<p class="live" role="status">Following the run.</p>', ["hover.js", "watch.js"]
+    follows = version is not None
+    policy = f"{POLICY}; connect-src 'self'" if follows else POLICY
+    of = f' data-version="{escape(version)}"' if follows else ""
+    live = '<p class="live" role="status">Following the run.</p>' if follows else ""
+    complete = "" if follows else "This file is complete: it loads nothing from anywhere."
+    scripts = ["hover.js", *(["watch.js"] if follows else [])]
     script = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
     data: list[Json] = []
     body = "".join(_section(section, data) for section in sections)
@@ -167,14 +161,14 @@ def _section(section: Section, data: list[Json]) -> str:
 def _chart_card(chart: Chart, data: list[Json]) -> str:
     svg, points = line_chart(chart)
     data.append(points)
-    windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.smoothed else []
+    windows = sorted({smoothing_window(len(c.values)) for c in chart.curves} - {1}) if chart.metric.smoothed else []
     spans = "–".join(str(w) for w in dict.fromkeys((windows[0], windows[-1]))) if windows else ""
     behind = "; raw behind" if len(chart.curves) <= MAX_RAW else ""
     notes = [*([f"mean of {spans} values{behind}"] if spans else []), *chart.notes]
     if not any(len(c.values) for c in chart.curves):
         notes.append("no finite value")
     note = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
-    head = _head(escape(chart.title), escape(chart.unit))
+    head = _head(escape(chart.metric.title), escape(chart.metric.unit))
     return f'<div class="card" data-chart="{len(data) - 1}">{head}{svg}{note}</div>'
 
 
@@ -203,21 +197,6 @@ def rank(runs: Sequence[Run]) -> list[Run]:
     found = [run.series(names[0]) for run in runs]
     values = [sign * series.ends()[1] if len(series) else math.inf for series in found]
     return [runs[i] for i in sorted(range(len(runs)), key=values.__getitem__)]
-
-
-def _options_table(runs: Sequence[Run]) -> str:
-    """Return a table for very many runs: one row per run, one column per differing option."""
-    cells = _option_cells([run.config for run in runs])
-    differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
-    if not differing:
-        return ""
-    more = f"<p>and {len(differing) - MAX_OPTIONS} more options</p>" if len(differing) > MAX_OPTIONS else ""
-    columns = {"run": [run.name for run in runs]} | dict(list(differing.items())[:MAX_OPTIONS])
-    heads = "".join(f"<th>{escape(key)}</th>" for key in columns)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in zip(*columns.values(), strict=True))
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    table = f'<div class="scroll tall"><table class="config sortable"><tr>{heads}</tr>{body}</table></div>{more}'
-    return f"<details><summary>Options that differ, for {len(runs):,} runs</summary>{table}</details>"
 
 
 def _option_cells(configs: Sequence[Json]) -> dict[str, list[str]]:
@@ -255,8 +234,7 @@ def _charts_of(name: str, metric: Metric, runs: Sequence[Run]) -> list[Chart]:
             continue
         curves = [Curve(run.name, s.steps, metric.scale * s.values, s.broken_steps, colour=i) for i, run, s in chosen]
         title = f"{metric.title}, {algorithm}" if len(algorithms) > 1 else metric.title
-        scale = metric.fraction, metric.from_zero, metric.smoothed, metric.ratio
-        charts.append(Chart(title, curves, metric.unit, *scale))
+        charts.append(Chart(replace(metric, title=title), curves))
     return charts
 
 
@@ -270,6 +248,7 @@ def alarm_section(runs: Sequence[Run]) -> Section | None:
 
 
 def time_section(runs: Sequence[Run]) -> Section | None:
+    """Return the section of the phases' times: their shares of a step, and how they change over the run."""
     phases = dict.fromkeys(n for run in runs for n in run.names if n.startswith("time/") and n != WHOLE_STEP)
     timed = [(i, run, _phases_of(run, list(phases))) for i, run in enumerate(runs)]
     timed = [(i, run, series) for i, run, series in timed if any(len(s) for s in series.values())]
@@ -277,11 +256,14 @@ def time_section(runs: Sequence[Run]) -> Section | None:
         return None
     labels = list(dict.fromkeys(label for _, _, series in timed for label in series))
     shares = "".join(_shares(i, run, series, alone=len(runs) == 1) for i, run, series in timed)
-    cards = [_over_the_run(run.name if len(runs) > 1 else "Over the run", series) for _, run, series in timed]
-    first = f'<div class="card">{legend_of(labels)}{shares}</div>'
-    grid = f'<div class="grid">{"".join(cards)}</div>'
-    body = f'<div class="duo">{first}{cards[0]}</div>' if len(runs) == 1 else first + grid
-    return Section("Where the time goes", body, "Seconds of each phase of a training step.")
+    charts = []
+    for _, run, series in timed:
+        found = [(colour, label, s) for colour, (label, s) in enumerate(series.items()) if len(s)]
+        curves = [Curve(label, s.steps, s.values, s.broken_steps, colour) for colour, label, s in found]
+        title = run.name if len(runs) > 1 else "Over the run"
+        charts.append(Chart(Metric(title, "seconds per step", from_zero=True), curves))
+    body = f'<div class="card">{legend_of(labels)}{shares}</div>'
+    return Section("Where the time goes", body, "Seconds of each phase of a training step.", charts)
 
 
 def _phases_of(run: Run, names: Sequence[str]) -> dict[str, Series]:
@@ -314,22 +296,6 @@ def _shares(index: int, run: Run, series: Mapping[str, Series], alone: bool) -> 
     return f"{head}{share_bar(means)}<table>{rows}</table>"
 
 
-def _over_the_run(title: str, series: Mapping[str, Series]) -> str:
-    steps, columns = _in_stretches(series)
-    return f'<div class="card">{_head(escape(title), "seconds per step")}{stacked_bars(steps, columns)}</div>'
-
-
-def _in_stretches(series: Mapping[str, Series]) -> tuple[list[int], dict[str, list[float]]]:
-    """Return the first step and the means of up to MAX_BARS intervals of steps."""
-    first, *others = (s.steps for s in series.values())
-    is_same = all(np.array_equal(first, other) for other in others)
-    steps = first if is_same else np.unique(np.concatenate([first, *others]))
-    starts = np.arange(0, len(steps), math.ceil(len(steps) / MAX_BARS))
-    counts = np.diff(np.append(starts, len(steps)))
-    columns = {label: (np.add.reduceat(_at(steps, s), starts) / counts).tolist() for label, s in series.items()}
-    return steps[starts].tolist(), columns
-
-
 def facts(run: Run) -> Json:
     """Return a run's facts besides its options: model, data, rewards, command."""
     header, model = run.header, run.header.get("model")
@@ -348,33 +314,44 @@ def facts(run: Run) -> Json:
 
 
 def config_section(runs: Sequence[Run]) -> Section | None:
-    if len(runs) > MAX_DRAWN:
-        table = _options_table(runs)
-        return Section("Configuration", table) if table else None
-    about = [facts(run) for run in runs]
-    configs = [{k: v for k, v in known.items() if v} | run.config for known, run in zip(about, runs, strict=True)]
-    cells = _option_cells(configs)
+    """Return the section of the options and facts: those that differ, then the others."""
+    many = len(runs) > MAX_DRAWN
+    known = [{} if many else {name: value for name, value in facts(run).items() if value} for run in runs]
+    cells = _option_cells([about | run.config for about, run in zip(known, runs, strict=True)])
+    differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
+    alike = {key: values[0] for key, values in cells.items() if key not in differing}
+    names = [run.name for run in runs]
+    if many:
+        columns = {"run": names} | dict(list(differing.items())[:MAX_OPTIONS])
+        table = _table(list(columns), zip(*columns.values(), strict=True), "config sortable", tall=True)
+        more = f"<p>and {len(differing) - MAX_OPTIONS} more options</p>" if len(differing) > MAX_OPTIONS else ""
+        told = f"Options that differ, for {len(runs):,} runs"
+        return Section("Configuration", _folded(told, table + more)) if differing else None
     if not cells:
         return None
-    differing = {key: values for key, values in cells.items() if len(set(values)) > 1}
-    alike = {key: values[:1] for key, values in cells.items() if key not in differing}
-    tables = _config_table(differing, [run.name for run in runs], "differs") if differing else ""
+    rows = [(key, *values) for key, values in differing.items()]
+    tables = _table(["option", *names], rows, "config", "differs") if rows else ""
     if alike:
-        what = "that are the same" if len(runs) > 1 else "options"
-        table = _config_table(alike, ["value"], "")
-        tables += f"<details><summary>{len(alike)} {what}</summary>{table}</details>"
+        told = f"{len(alike)} {'that are the same' if len(runs) > 1 else 'options'}"
+        tables += _folded(told, _table(["option", "value"], alike.items(), "config"))
     versions = {k: v for run in runs for k, v in (run.header.get("versions") or {}).items()}
     told = "Versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "." if versions else ""
     return Section("Configuration", tables, told)
 
 
-def _config_table(rows: Mapping[str, Sequence[str]], columns: Sequence[str], kind: str) -> str:
-    heads = "".join(f"<th>{escape(name)}</th>" for name in ("option", *columns))
+def _table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str, row_kind: str = "", tall: bool = False
+) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = ""
-    for key, cells in rows.items():
+    for first, *cells in rows:
         values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body += f'<tr class="{kind}"><th>{escape(key)}</th>{values}</tr>'
-    return f'<div class="scroll"><table class="config"><tr>{heads}</tr>{body}</table></div>'
+        body += f'<tr class="{row_kind}"><th>{escape(first)}</th>{values}</tr>'
+    return f'<div class="scroll{" tall" * tall}"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
+
+
+def _folded(told: str, body: str) -> str:
+    return f"<details><summary>{escape(told)}</summary>{body}</details>"
 
 
 # ---- the summary ----

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from strop._types import Json
+from strop.config.base import flat
 from strop.report.curves import short
 from strop.report.lines import Columns, LineReader, is_number
 from strop.report.sample_index import SampleIndex
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def config(self) -> Json:
-        return flatten(self.header.get("config") or {})
+        return flat(self.header.get("config") or {})
 
     @property
     def num_steps(self) -> int:
@@ -97,17 +98,6 @@ class Run:
         if is_good.all():
             return Series(steps, values, steps[:0])
         return Series(steps[is_good], values[is_good], steps[~is_good])
-
-
-def flatten(tree: Json, prefix: str = "") -> Json:
-    """Return the tree with dotted names: {"optim": {"eps": 1}} becomes {"optim.eps": 1}."""
-    flat: Json = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 class NothingLogged(ValueError):

@@ -25,7 +25,7 @@ class SampleIndex:
                 if line.strip():
                     row = parse_line(line, self.reader.path, number + i)
                     found.append((number + i, offset, len(line), row["step"], hash(as_text(row.get("prompt", "")))))
-                offset += len(line) + 1
+                offset += len(line)
             self._places += found
 
     def shown(self) -> tuple[list[Json], list[int]]:

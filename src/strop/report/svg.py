@@ -22,6 +22,7 @@ from strop.report.curves import (
     tick_label,
     value_axis,
 )
+from strop.report.metrics import Metric
 
 WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 36
@@ -63,20 +64,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart: several curves over the step.
+    """A line chart of a metric: several curves over the step. `notes` are written below it."""
 
-    fraction   values are from 0 to 1 and shown in per cent
-    ratio      values are ratios; 1 is no change
-    """
-
-    title: str
+    metric: Metric
     curves: Sequence[Curve]
-    unit: str = ""
-    fraction: bool = False
-    from_zero: bool = False
-    smoothed: bool = True
-    ratio: bool = False
-    x_label: str = "step"
     notes: list[str] = field(default_factory=list)
 
 
@@ -87,7 +78,8 @@ def line_chart(chart: Chart) -> tuple[str, Json]:
     """Return the SVG, and the data from which the page's script shows values under the pointer."""
     values = np.concatenate([np.asarray(curve.values, dtype=float) for curve in chart.curves])
     steps = [np.asarray(s)[[0, -1]] for c in chart.curves for s in (c.steps, c.broken_steps) if len(s)]
-    scale = {"from_zero": chart.from_zero, "fraction": chart.fraction, "ratio": chart.ratio}
+    metric = chart.metric
+    scale = {"from_zero": metric.from_zero, "fraction": metric.fraction, "ratio": metric.ratio}
     y_axis = value_axis(values, **scale) if len(values) else linear_axis(0, 1)
     x_axis = step_axis(np.concatenate(steps).tolist() if steps else [])
     if y_axis.logarithmic:
@@ -95,15 +87,13 @@ def line_chart(chart: Chart) -> tuple[str, Json]:
     most = max(8 * MAX_POINTS // max(len(chart.curves), 8), FEWEST_POINTS)
     drawn = [_curve(curve, chart, x_axis, y_axis, most) for curve in chart.curves]
     lines = "".join(line for line, _ in drawn)
-    ticks = [(_x(x_axis, tick), f"{tick:,.0f}") for tick in x_axis.ticks]
-    frame = _frame(ticks, y_axis, chart.x_label, chart.fraction)
-    svg = _svg(_spoken(chart), f'{frame}{lines}<g class="hover"></g>')
+    frame = _frame(x_axis, y_axis, chart)
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_spoken(chart))}">'
+        f'{frame}{lines}<g class="hover"></g></svg>'
+    )
     area = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
     return svg, {"area": area, "x": [x_axis.low, x_axis.high], "curves": [points for _, points in drawn]}
-
-
-def _svg(words: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">{content}</svg>'
 
 
 def step_axis(steps: Sequence[int]) -> Axis:
@@ -127,7 +117,7 @@ def _y(axis: Axis, value: float) -> float:
 
 def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) -> tuple[str, Json]:
     """Return a curve's SVG: thin raw values, the smoothed curve over them, and a cross on the axis for non-finite values."""
-    window = smoothing_window(len(curve.values)) if chart.smoothed else 1
+    window = smoothing_window(len(curve.values)) if chart.metric.smoothed else 1
     crosses = "".join(_cross(_x(x_axis, s)) for s in thin_evenly(curve.broken_steps, curve.broken_steps, 60)[0])
     if len(curve.broken_steps):
         chart.notes.append(f"× {len(curve.broken_steps)} values of {curve.label} are not finite")
@@ -145,7 +135,7 @@ def _curve(curve: Curve, chart: Chart, x_axis: Axis, y_axis: Axis, most: int) ->
     shown = {
         "label": curve.label, "colour": colour(curve.colour), "steps": steps,
         "y": [_y(y_axis, v) for v in values],
-        "text": [percent(v) if chart.fraction else short(v) for v in values],
+        "text": [percent(v) if chart.metric.fraction else short(v) for v in values],
     }  # fmt: skip
     return f'<g class="{colour(curve.colour)}">{lines}{dots}{crosses}</g>', shown
 
@@ -165,20 +155,21 @@ def _cross(x: float) -> str:
     return f'<path class="broken" d="M{x - 3:g} {y - 3}l6 6m0 -6l-6 6"/>'
 
 
-def _frame(x_ticks: Sequence[tuple[float, str]], y_axis: Axis, x_label: str, fraction: bool = False) -> str:
+def _frame(x_axis: Axis, y_axis: Axis, chart: Chart) -> str:
     floor, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_axis.ticks:
         y = _y(y_axis, tick)
-        label = tick_label(tick, y_axis, fraction)
+        label = tick_label(tick, y_axis, chart.metric.fraction)
         fit = f' textLength="{LEFT - 6}" lengthAdjust="spacingAndGlyphs"' if len(label) > 7 else ""  # must fit
         text = f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end"{fit}>{label}</text>'
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>{text}')
-    for x, label in x_ticks:
-        text = f'<text x="{x:g}" y="{floor + 16}" class="{"end" if x > right - 14 else "mid"}">{label}</text>'
+    for tick in x_axis.ticks:
+        x = _x(x_axis, tick)
+        text = f'<text x="{x:g}" y="{floor + 16}" class="{"end" if x > right - 14 else "mid"}">{tick:,.0f}</text>'
         parts.append(f'<path class="axis" d="M{x:g} {floor}v4"/>{text}')
     parts.append(f'<path class="axis" d="M{LEFT} {floor}H{right}"/>')
-    parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 4}" class="mid label">{escape(x_label)}</text>')
+    parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 4}" class="mid label">step</text>')
     return "".join(parts)
 
 
@@ -189,30 +180,10 @@ def _spoken(chart: Chart) -> str:
         if len(curve.values):
             ends = f"{short(curve.values[0])} at step {curve.steps[0]} to {short(curve.values[-1])} at step {curve.steps[-1]}"
             said.append(f"{curve.label} from {ends}")
-    return f"{chart.title}: " + ("; ".join(said) or "no finite value")
+    return f"{chart.metric.title}: " + ("; ".join(said) or "no finite value")
 
 
 # ---- bars ----
-
-
-def stacked_bars(steps: Sequence[int], phases: Mapping[str, Sequence[float]]) -> str:
-    """Return stacked bars of the seconds of each phase, one bar per interval of steps."""
-    totals = [sum(column) for column in zip(*phases.values(), strict=True)]
-    y_axis = linear_axis(0, max(totals) or 1)
-    width = (WIDTH - LEFT - RIGHT) / max(len(steps), 4)
-    parts = []
-    for i, step in enumerate(steps):
-        at, x = 0.0, LEFT + i * width
-        for index, (name, seconds) in enumerate(phases.items()):
-            top, bottom = _y(y_axis, at + seconds[i]), _y(y_axis, at)
-            tip = f"<title>{escape(name)}: {short(seconds[i])} s per step from step {step:,}</title>"
-            place = f'x="{x:.1f}" y="{top:g}" width="{0.86 * width:.1f}" height="{bottom - top:.1f}"'
-            parts.append(f'<rect class="{colour(index)}" {place}>{tip}</rect>')
-            at += seconds[i]
-    labelled = range(0, len(steps), max(1, -(-len(steps) // 6)))
-    frame = _frame([(LEFT + (i + 0.43) * width, f"{steps[i]:,}") for i in labelled], y_axis, "step")
-    words = ", ".join(f"{name} {short(sum(s) / len(s))} s" for name, s in phases.items())
-    return _svg(f"seconds per step: {words}", f"{frame}{''.join(parts)}")
 
 
 def share_bar(phases: Mapping[str, float]) -> str:

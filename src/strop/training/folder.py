@@ -18,6 +18,7 @@ import torch
 
 import strop
 from strop._types import Json
+from strop.config.base import flat
 from strop.distributed import class_of
 from strop.models import base_model
 from strop.models.quantized import num_weights
@@ -287,14 +288,6 @@ def _check_same_run(trainer: "Trainer", saved: "checkpoint.Saved") -> None:
         old, new = before.get(name), now.get(name)
         if old != new and name.rpartition(".")[2] not in MAY_CHANGE:
             raise ValueError(f"{name} must be {old!r} as in the run of {saved.path}, found {new!r}")
-
-
-def flat(tree: Json, prefix: str = "") -> Json:
-    """Return the values of a nested dict by their dotted names."""
-    found: Json = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def final_model(folder: Path) -> Path:

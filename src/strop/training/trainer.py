@@ -27,7 +27,7 @@ from strop._contexts import Phases, Settings, contained
 from strop._install import missing
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig
-from strop.config.base import option_names, unknown_option
+from strop.config.base import flat, option_names, unknown_option
 from strop.data.batch import split
 from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
@@ -39,7 +39,7 @@ from strop.models.scorer import as_scorer
 from strop.ops.head import widest
 from strop.training import checkpoint
 from strop.training.callbacks import Callback
-from strop.training.folder import flat, remove_run
+from strop.training.folder import remove_run
 from strop.training.logging import Logger
 from strop.training.memory import LACKS, raise_explained
 from strop.training.optimizers import MakeOptimizer, make_optimizer
