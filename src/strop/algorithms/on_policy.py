@@ -14,6 +14,7 @@ reference log-probs, minibatches, and the loss of a `PolicyRule`.
 B completions of the whole batch, of which this process may have a part; completions of a prompt are adjacent.
 """
 
+import contextlib
 import functools
 import random
 import warnings
@@ -30,12 +31,20 @@ from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_columns, sample_table
+from strop.models import Policy
+from strop.rewards import (
+    MetricsFunctions,
+    PreferenceFunction,
+    RewardFunctions,
+    Rewards,
+    reward_columns,
+    sample_table,
+)
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
 from strop.sample_metrics import answer_of, interval, sample_metrics
-from strop.training.trainer import Largest, Mean, Metrics, Trainer, Update
+from strop.training.trainer import Largest, Mean, Metrics, Sum, Trainer, Update
 
 
 class WholeBatch(NamedTuple):
@@ -55,6 +64,7 @@ class OnPolicy(Trainer):
     tools          functions the model may call, instead of an environment
     agent          function(row, client) that talks to the model over HTTP, instead of an environment; see
                    `strop.environments.recorder`
+    metrics_fn     a function or several; their numbers are logged and are no reward
     """
 
     config: Any
@@ -63,10 +73,13 @@ class OnPolicy(Trainer):
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
-        agent: object = None, **arguments: Any,
+        agent: object = None, metrics_fn: object = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
+        self.samples_in_16_bits = getattr(config, "rollout_dtype", None) is not None
+        if self.samples_in_16_bits:
+            _check_rollout_dtype(self.policy)
         self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
@@ -76,6 +89,8 @@ class OnPolicy(Trainer):
         if preference_fn is not None:
             judging = config.reward_timeout, config.find_failing, config.calls
             self.preference = PreferenceFunction(preference_fn, *judging)
+        timeout = getattr(config, "reward_timeout", None)
+        self.metrics_fn = None if metrics_fn is None else MetricsFunctions(metrics_fn, timeout)
         self.player = trainers_player(self, environment, tools, agent)
         self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
@@ -92,6 +107,11 @@ class OnPolicy(Trainer):
         if self.preference is not None:
             return [self.preference.function]
         return [] if self.rewards is None else self.rewards.functions
+
+    @property
+    def judges(self) -> list[Any]:
+        """What reads the completions of a step: reward functions or a preference function, and metrics_fn."""
+        return [one for one in (self.rewards or self.preference, self.metrics_fn) if one is not None]
 
     # ---- prompts ----
 
@@ -112,16 +132,15 @@ class OnPolicy(Trainer):
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
         super().check_columns(rows, name)
-        if judge := self.rewards or self.preference:
+        for judge in self.judges:
             judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        judge = self.rewards or self.preference
         if self.player is not None:
-            return checked_rows(rows, name, judge)
+            return checked_rows(rows, name, self.judges)
         padding = self.policy.padding(self.config.pad_id)
         prompts = prompts_of_dataset(rows, self.policy.tokenizer, padding, name, self.name)
-        if judge is not None:
+        for judge in self.judges:
             judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids_T for prompt in prompts], self.config.sampling, name)
         return self.checked(prompts, name)
@@ -146,6 +165,7 @@ class OnPolicy(Trainer):
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
         self.advantages(trajectories, batch)
+        metrics |= self.own_metrics(trajectories)
         return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
@@ -174,6 +194,17 @@ class OnPolicy(Trainer):
             if not all(one.rewards for one in trajectories):
                 self.rewards(columns, trajectories).fill(trajectories)
             self.samples = sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
+
+    def own_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """Return the numbers of metrics_fn, and those that reward functions keep, such as a judge's tokens."""
+        found: Metrics = {}
+        if judge := self.rewards or self.preference:
+            found |= {name: Sum(value) for name, value in judge.take_metrics().items()}
+        if self.metrics_fn is not None and trajectories:
+            with self.phase("reward"):
+                numbers = self.metrics_fn(reward_columns(trajectories, self.policy.tokenizer))
+            found |= {f"metrics/{name}": Mean(*pair) for name, pair in numbers.items()}
+        return found
 
     def whole_batch(self, trajectories: Sequence[Trajectory], first: int) -> WholeBatch:
         """Return the facts that all processes need about each other's completions."""
@@ -214,9 +245,13 @@ class OnPolicy(Trainer):
         addresses: Sequence[int] | None = None,
     ) -> list[Trajectory]:  # fmt: skip
         """Return num_samples completions of each prompt, or conversations with its environment."""
-        if self.player is not None:
-            return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
-        trajectories = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
+        lower = self.samples_in_16_bits
+        with torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext():
+            if self.player is not None:
+                return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
+            trajectories = self.sampler(
+                [prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses
+            )
         for i, trajectory in enumerate(trajectories):
             prompt = prompts[i // num_samples]
             trajectory.row, trajectory.shown = prompt.row, prompt.shown
@@ -249,7 +284,7 @@ class OnPolicy(Trainer):
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
-        metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics = batch.rewards.metrics | completion_metrics(batch.ends) | self.own_metrics(trajectories)
         if num_samples == 1:
             return metrics
         answers, rewards_PK = self.of_all(answers), batch.rewards.total_B.double().numpy().reshape(-1, num_samples)
@@ -270,6 +305,21 @@ class OnPolicy(Trainer):
         own_share = [self.world.rank, self.world.size]
         if values and values.pop("share", [0, 1]) == own_share:  # other shares have other prompts
             self.sampler.load_state(tensors, values)
+
+
+def _check_rollout_dtype(policy: Policy) -> None:
+    """Raise for strop's MoE, which samples in float32. Warn on a CPU that has no 16-bit products."""
+    if policy.kind == "moe":
+        raise ValueError(
+            "rollout_dtype must be None for strop's MoE, whose engine computes in float32, found 'bfloat16'"
+        )
+    if policy.device.type == "cpu" and not (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ):
+        warnings.warn(
+            "rollout_dtype='bfloat16' takes longer than None on this CPU, which has neither AVX512-BF16 nor AMX",
+            stacklevel=4,
+        )
 
 
 def _listed(tools: object) -> list[Any]:
