@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.harness import load
 from benchmarks.pages import (
+    ahead,
     algorithms,
     convergence,
     demo,
@@ -69,6 +70,7 @@ RENDERERS: dict[str, Callable[[Result], str]] = {
         step.exact_table,
         processes.processes_table,
         processes.scaling_table,
+        ahead.ahead_table,
         step.step_training,
         learning.learning_summary,
         learning.learning_table,
@@ -88,6 +90,7 @@ PRIMITIVES, ENGINES, CONVERGENCE = (
 LOSSES = "benchmarks/results/losses-h200.json"
 STEP, STEP_ON_GPU = "benchmarks/results/step-x86_64-2cores.json", "benchmarks/results/step-h200.json"
 LEARNING, CALCULATOR = (f"benchmarks/results/{name}-h200.json" for name in ("learning", "calculator"))
+AHEAD = "benchmarks/results/ahead.json"
 DEMO = "benchmarks/results/demo-x86_64-2cores.json"
 GUESS = "benchmarks/results/guess-x86_64-2cores.json"
 ALGORITHMS = "benchmarks/results/algorithms-x86_64-2cores.json"
@@ -96,6 +99,7 @@ FIGURES: dict[str, tuple[Callable[[Result, Path, dict[str, str]], None], str]] =
     "docs/images/engines.png": (engines.engines_figure, ENGINES),
     "docs/images/engines-scaling.png": (engines.engines_scaling_figure, ENGINES),
     "docs/images/losses.png": (losses.losses_figure, LOSSES),
+    "docs/images/ahead.png": (ahead.ahead_figure, AHEAD),
     "docs/images/step.png": (step.step_figure, STEP),
     "docs/images/step-h200.png": (step.step_figure, STEP_ON_GPU),
     "docs/images/demo.png": (demo.demo_figure, DEMO),
