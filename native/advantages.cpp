@@ -57,6 +57,15 @@ inline double scale_of(double squares, const T* rewards, size_t group_size, cons
     return squares == 0.0 && all_equal(rewards, group_size) ? 0.0 : __builtin_nan("");
 }
 
+// The factor that turns a group's deviations into advantages where it is divided by its mean, which is 0 only where all
+// rewards are; NaN where a reward is negative.
+template <class T>
+inline double scale_by_mean(double mean, const T* rewards, size_t group_size, double eps) {
+    for (size_t i = 0; i < group_size; ++i)
+        if (!(rewards[i] >= 0)) return __builtin_nan("");
+    return mean > 0.0 ? 1.0 / (mean + eps) : 0.0;
+}
+
 // A group that fits a vector stays in a register between its passes.
 template <class T, bool full>
 bool small_groups(const T* rewards, size_t groups, size_t group_size, const AdvantageRule& rule, T* out) {
@@ -66,11 +75,14 @@ bool small_groups(const T* rewards, size_t groups, size_t group_size, const Adva
         const Wide loaded = full ? load_wide(rewards) : load_wide_first(rewards, group_size);
         Wide deviation = loaded - wide(rewards[0]);
         if constexpr (!full) deviation = present ? deviation : Wide{};
-        deviation -= wide(sum(deviation) * inverse_n);
+        const double mean = sum(deviation) * inverse_n;
+        deviation -= wide(mean);
         if constexpr (!full) deviation = present ? deviation : Wide{};
-        const double scale = rule.fixed_scale ? rule.scale : scale_of(sum(deviation * deviation), rewards, group_size, rule);
+        double scale = rule.scale;
+        if (rule.divisor == AdvantageDivisor::std) scale = scale_of(sum(deviation * deviation), rewards, group_size, rule);
+        if (rule.divisor == AdvantageDivisor::mean) scale = scale_by_mean(rewards[0] + mean, rewards, group_size, rule.eps);
         const Wide advantage = deviation * scale;
-        if (!__builtin_isfinite(rule.fixed_scale ? sum(deviation) : scale)) return false;
+        if (!__builtin_isfinite(rule.divisor == AdvantageDivisor::std ? scale : scale + sum(deviation))) return false;
         if constexpr (full) store(out, advantage);
         else store_first(out, group_size, advantage);
     }
@@ -83,10 +95,11 @@ bool large_groups(const T* rewards, size_t groups, size_t group_size, const Adva
     for (size_t g = 0; g < groups; ++g, rewards += group_size, out += group_size) {
         const double shift = rewards[0];
         const double mean = reward_sum(rewards, group_size, shift) * inverse_n;
-        const double scale = rule.fixed_scale
-                                 ? rule.scale
-                                 : scale_of(reward_squares(rewards, group_size, shift, mean), rewards, group_size, rule);
-        if (!__builtin_isfinite(rule.fixed_scale ? mean : scale)) return false;
+        double scale = rule.scale;
+        if (rule.divisor == AdvantageDivisor::std)
+            scale = scale_of(reward_squares(rewards, group_size, shift, mean), rewards, group_size, rule);
+        if (rule.divisor == AdvantageDivisor::mean) scale = scale_by_mean(shift + mean, rewards, group_size, rule.eps);
+        if (!__builtin_isfinite(rule.divisor == AdvantageDivisor::std ? scale : scale + mean)) return false;
         centre_and_scale(rewards, group_size, shift, mean, scale, out);
     }
     return true;

@@ -23,16 +23,18 @@ using RewardSum = double (*)(const T* rewards, size_t n, double shift);
 template <class T>
 using RewardSquares = double (*)(const T* rewards, size_t n, double shift, double mean);
 
-// How centred rewards become advantages. A fixed scale multiplies every group; otherwise each is divided by its own
-// std + eps, the std being sqrt(squares · inverse_degrees).
+// How centred rewards become advantages: times a fixed scale, or divided by their group's own std + eps, the std being
+// sqrt(squares · inverse_degrees), or by their group's own mean + eps.
+enum class AdvantageDivisor { fixed, std, mean };
 struct AdvantageRule {
+    AdvantageDivisor divisor;
     double inverse_degrees;
     double eps;
-    bool fixed_scale;
     double scale;
 };
 
-// False, with `out` unfinished, where a group's rewards are not finite or leave the range in which squares are exact.
+// False, with `out` unfinished, where a group's rewards are not finite or leave the range in which squares are exact, or
+// where a reward is negative and is divided by a mean.
 template <class T>
 using GroupAdvantages = bool (*)(const T* rewards, size_t groups, size_t group_size, const AdvantageRule& rule, T* out);
 

@@ -1,8 +1,10 @@
 #include "primitives.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <new>
 
 #include "dispatch.h"
 #include "threads.h"
@@ -109,7 +111,11 @@ template <class T>
 bool group_advantages(const T* rewards, size_t groups, size_t group_size, AdvantageScale scale, double ddof, double eps, T* out) {
     const size_t n = groups * group_size;
     if (n == 0) return true;
-    AdvantageRule rule{1.0 / (static_cast<double>(group_size) - ddof), eps, scale != AdvantageScale::group, 1.0};
+    const double size = static_cast<double>(group_size);
+    AdvantageRule rule{AdvantageDivisor::fixed, 1.0 / (size - ddof), eps, 1.0};
+    if (scale == AdvantageScale::group) rule.divisor = AdvantageDivisor::std;
+    if (scale == AdvantageScale::mean) rule.divisor = AdvantageDivisor::mean;
+    if (scale == AdvantageScale::leave_one_out && group_size > 1) rule.scale = size / (size - 1.0);
     if (scale == AdvantageScale::batch) {
         rule.scale = batch_scale(rewards, n, ddof, eps);
         if (std::isnan(rule.scale)) return false;
@@ -119,6 +125,61 @@ bool group_advantages(const T* rewards, size_t groups, size_t group_size, Advant
     std::atomic<bool> finished{true};
     for_ranges(groups, group_size, true, [&](size_t first, size_t last) {
         if (!kernel(rewards + first * group_size, last - first, group_size, rule, out + first * group_size)) finished = false;
+    });
+    return finished;
+}
+
+// A few passes over one number for each sequence: not worth threads.
+template <class T>
+bool weighted_advantages(const T* rewards, const int64_t* lengths, size_t n, double ddof, double eps, T* out) {
+    size_t first = 0;
+    while (first < n && lengths[first] == 0) ++first;
+    const double shift = first < n ? rewards[first] : 0.0;  // of equal rewards nothing is left
+    auto weighted = [&](auto&& term) {
+        CompensatedSum total;
+        for (size_t i = first; i < n; ++i)
+            if (lengths[i]) total.add(static_cast<double>(lengths[i]) * term(rewards[i] - shift));
+        return total.value();
+    };
+    const double count = weighted([](double) { return 1.0; });
+    const double mean = count > 0.0 ? weighted([](double x) { return x; }) / count : 0.0;
+    const double squares = weighted([mean](double x) { return (x - mean) * (x - mean); });
+    const bool equal = weighted([](double x) { return x == 0.0 ? 0.0 : 1.0; }) == 0.0;
+    if (!equal && !(squares >= kSmallestSafeSquares && squares <= kLargestSafeSquares && count > ddof)) return false;
+    const double scale = equal ? 0.0 : 1.0 / (std::sqrt(squares / (count - ddof)) + eps);
+    for (size_t i = 0; i < n; ++i) {
+        if (!std::isfinite(rewards[i]) || lengths[i] < 0) return false;
+        out[i] = lengths[i] ? static_cast<T>((rewards[i] - shift - mean) * scale) : T{0};
+    }
+    return true;
+}
+
+// Each gap between neighbours in order of reward counts for all rewards above it.
+template <class T>
+bool pass_at_k_advantages(const T* rewards, size_t groups, size_t group_size, size_t k, T* out) {
+    std::atomic<bool> finished{true};
+    for_ranges(groups, group_size, groups * group_size >= kParallelElements<T>, [&](size_t first, size_t last) {
+        std::unique_ptr<size_t[]> order(new (std::nothrow) size_t[group_size]);
+        std::unique_ptr<double[]> share(new (std::nothrow) double[group_size]);  // C(m, k − 1) / C(G − 1, k − 1)
+        if (!order || !share) finished = false;
+        if (!finished) return;
+        share[group_size - 1] = 1.0;
+        for (size_t m = group_size - 1; m > 0; --m)
+            share[m - 1] = m + 1 > k ? share[m] * static_cast<double>(m + 1 - k) / static_cast<double>(m) : 0.0;
+        for (size_t g = first; g < last; ++g) {
+            const T* of = rewards + g * group_size;
+            for (size_t i = 0; i < group_size; ++i) {
+                order[i] = i;
+                if (!std::isfinite(of[i])) finished = false;
+            }
+            if (!finished) return;
+            std::sort(order.get(), order.get() + group_size, [of](size_t a, size_t b) { return of[a] < of[b]; });
+            double advantage = 0.0;
+            for (size_t m = 0; m < group_size; ++m) {
+                if (m) advantage += (static_cast<double>(of[order[m]]) - of[order[m - 1]]) * share[m];
+                out[g * group_size + order[m]] = static_cast<T>(advantage);
+            }
+        }
     });
     return finished;
 }
@@ -151,5 +212,9 @@ template void gae_rows<double>(const double*, const double*, const uint8_t*, siz
 
 template bool group_advantages<float>(const float*, size_t, size_t, AdvantageScale, double, double, float*);
 template bool group_advantages<double>(const double*, size_t, size_t, AdvantageScale, double, double, double*);
+template bool weighted_advantages<float>(const float*, const int64_t*, size_t, double, double, float*);
+template bool weighted_advantages<double>(const double*, const int64_t*, size_t, double, double, double*);
+template bool pass_at_k_advantages<float>(const float*, size_t, size_t, size_t, float*);
+template bool pass_at_k_advantages<double>(const double*, size_t, size_t, size_t, double*);
 
 }  // namespace strop

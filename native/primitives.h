@@ -13,11 +13,20 @@ namespace strop {
 template <class T, class Out>
 void kl_rows(KlEstimator estimator, const T* log_p, const T* log_q, const uint8_t* mask, size_t rows, size_t cols, Out* out);
 
-enum class AdvantageScale { group, batch, none };
+enum class AdvantageScale { group, batch, none, leave_one_out, mean };
 
 // False where the rewards need care that only the Python twin takes (not finite, or squares out of range).
 template <class T>
 bool group_advantages(const T* rewards, size_t groups, size_t group_size, AdvantageScale scale, double ddof, double eps, T* out);
+
+// Rewards less their mean over their std + eps, where reward i counts lengths[i] times; 0 where it does not count. False as
+// above.
+template <class T>
+bool weighted_advantages(const T* rewards, const int64_t* lengths, size_t n, double ddof, double eps, T* out);
+
+// Advantages for the best of k samples; formulas in src/strop/primitives/advantages.py. False where a reward is not finite.
+template <class T>
+bool pass_at_k_advantages(const T* rewards, size_t groups, size_t group_size, size_t k, T* out);
 
 // Generalised advantage estimation over the tokens that count, for (rows, cols); mask may be null. See primitives/gae.py.
 template <class T>

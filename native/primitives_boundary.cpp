@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <new>
 #include <string>
 #include <type_traits>
@@ -91,6 +92,13 @@ PyArrayObject* plain_floats(PyObject* o, bool only_f32 = false) {
     if (!array) return nullptr;
     const int type = PyArray_TYPE(array);
     return type == NPY_FLOAT || (type == NPY_DOUBLE && !only_f32) ? array : nullptr;
+}
+
+// A contiguous array of int64 with this many dimensions, or null.
+PyArrayObject* plain_int64(PyObject* o, int dimensions) {
+    PyArrayObject* array = plain_array(o);
+    if (!array || !PyArray_ISSIGNED(array) || PyArray_ITEMSIZE(array) != sizeof(int64_t)) return nullptr;
+    return PyArray_NDIM(array) == dimensions ? array : nullptr;
 }
 
 bool same_shape(PyArrayObject* a, PyArrayObject* b) {
@@ -195,7 +203,10 @@ PyObject* name_group_size;
 PyObject* name_ddof;
 PyObject* name_eps;
 PyObject* name_scale;
-PyObject* scale_words[3];
+PyObject* name_lengths;
+PyObject* name_k;
+constexpr const char* kScaleWords[] = {"group", "batch", "none", "leave_one_out", "mean"};  // as in AdvantageScale
+PyObject* scale_words[std::size(kScaleWords)];
 
 bool read_ddof(PyObject* o, npy_intp* ddof) {
     *ddof = 0;
@@ -213,7 +224,7 @@ bool read_eps(PyObject* o, double* eps) {
 bool read_scale(PyObject* o, AdvantageScale* scale) {
     *scale = AdvantageScale::group;
     if (!o) return true;
-    for (int i = 0; i < 3; ++i)
+    for (size_t i = 0; i < std::size(scale_words); ++i)
         if (o == scale_words[i]) {
             *scale = static_cast<AdvantageScale>(i);
             return true;
@@ -221,48 +232,68 @@ bool read_scale(PyObject* o, AdvantageScale* scale) {
     return false;
 }
 
-struct AdvantageCall {
-    PyArrayObject* rewards;
-    npy_intp groups, group_size, ddof;
-    double eps;
-    AdvantageScale scale;
-
-    // Whether the memory sufficed, and in `finished` whether the kernel could take these rewards.
-    template <class T>
-    bool into(PyObject* out, bool* finished) const {
-        return compute(PyArray_SIZE(rewards) >= kReleaseElements, [&] {
-            *finished = group_advantages(data_of<T>(rewards), static_cast<size_t>(groups), static_cast<size_t>(group_size), scale,
-                                         static_cast<double>(ddof), eps,
-                                         static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(out))));
-        });
-    }
-};
-
-PyObject* advantages(const Call& call, const AdvantageCall& in) {
-    const npy_intp divided_by = in.scale == AdvantageScale::group ? in.group_size : in.groups * in.group_size;
-    if (in.scale != AdvantageScale::none && divided_by > 0 && in.ddof >= divided_by) return call.hand_to_twin();
-    PyObject* out = PyArray_SimpleNew(PyArray_NDIM(in.rewards), PyArray_DIMS(in.rewards), PyArray_TYPE(in.rewards));
+// A new array like `rewards`, filled by fill(rewards, out), which says whether it could take these rewards; else the twin.
+template <class Fill>
+PyObject* like_rewards(const Call& call, PyArrayObject* rewards, Fill&& fill) {
+    PyObject* out = PyArray_SimpleNew(PyArray_NDIM(rewards), PyArray_DIMS(rewards), PyArray_TYPE(rewards));
     if (!out) return nullptr;
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out));
     bool finished = false;
-    const bool done = PyArray_TYPE(in.rewards) == NPY_FLOAT ? in.into<float>(out, &finished) : in.into<double>(out, &finished);
+    const bool done = compute(PyArray_SIZE(rewards) >= kReleaseElements, [&] {
+        finished = PyArray_TYPE(rewards) == NPY_FLOAT ? fill(data_of<float>(rewards), static_cast<float*>(data))
+                                                      : fill(data_of<double>(rewards), static_cast<double*>(data));
+    });
     if (done && finished) return out;
     Py_DECREF(out);
     if (!done) return nullptr;
     return call.has_twin() ? call.hand_to_twin() : Py_NewRef(Py_None);
 }
 
-// compute_group_advantages(rewards, *, ddof=0, eps=0.0) -> (G,)
+struct AdvantageCall {
+    PyArrayObject* rewards;
+    npy_intp groups, group_size, ddof;
+    double eps;
+    AdvantageScale scale;
+};
+
+PyObject* advantages(const Call& call, const AdvantageCall& in) {
+    const npy_intp divided_by = in.scale == AdvantageScale::group ? in.group_size : in.groups * in.group_size;
+    const bool by_std = in.scale == AdvantageScale::group || in.scale == AdvantageScale::batch;
+    if (by_std && divided_by > 0 && in.ddof >= divided_by) return call.hand_to_twin();
+    return like_rewards(call, in.rewards, [&](const auto* rewards, auto* out) {
+        return group_advantages(rewards, static_cast<size_t>(in.groups), static_cast<size_t>(in.group_size), in.scale,
+                                static_cast<double>(in.ddof), in.eps, out);
+    });
+}
+
+// The size of the groups of `rewards`, (P, G) without a size or (P·G,) with one; false for anything else.
+bool read_group_size(PyArrayObject* rewards, PyObject* given, npy_intp* group_size) {
+    if (PyArray_NDIM(rewards) == 2 && absent(given)) {
+        *group_size = PyArray_DIM(rewards, 1);
+        return *group_size > 0;
+    }
+    return PyArray_NDIM(rewards) == 1 && !absent(given) && whole_number(given, 1, NPY_MAX_INTP, group_size) &&
+           PyArray_SIZE(rewards) % *group_size == 0;
+}
+
+// compute_group_advantages(rewards, *, ddof=0, eps=0.0, lengths=None) -> (G,)
 PyObject* group_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
     const Call call{self, args, count, keywords};
-    PyObject* slots[3];
+    PyObject* slots[4];
     npy_intp ddof;
     double eps;
-    PyObject* const names[] = {name_rewards, name_ddof, name_eps};
+    PyObject* const names[] = {name_rewards, name_ddof, name_eps, name_lengths};
     PyArrayObject* rewards;
     if (!call.bind(names, 1, slots) || !(rewards = plain_floats(slots[0])) || PyArray_NDIM(rewards) != 1 || !read_ddof(slots[1], &ddof) ||
         !read_eps(slots[2], &eps))
         return call.hand_to_twin();
-    return advantages(call, {rewards, 1, PyArray_DIM(rewards, 0), ddof, eps, AdvantageScale::group});
+    if (absent(slots[3])) return advantages(call, {rewards, 1, PyArray_DIM(rewards, 0), ddof, eps, AdvantageScale::group});
+    PyArrayObject* lengths = plain_int64(slots[3], 1);
+    if (!lengths || !same_shape(lengths, rewards)) return call.hand_to_twin();
+    return like_rewards(call, rewards, [&](const auto* values, auto* out) {
+        return weighted_advantages(values, data_of<int64_t>(lengths), static_cast<size_t>(PyArray_SIZE(lengths)), static_cast<double>(ddof),
+                                   eps, out);
+    });
 }
 
 // compute_batch_group_advantages(rewards, group_size=None, *, ddof=0, eps=0.0, scale="group") -> same shape
@@ -277,16 +308,25 @@ PyObject* batch_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, P
     if (!call.bind(names, 2, slots) || !(rewards = plain_floats(slots[0])) || !read_ddof(slots[2], &ddof) || !read_eps(slots[3], &eps) ||
         !read_scale(slots[4], &scale))
         return call.hand_to_twin();
-
     npy_intp group_size;
-    if (PyArray_NDIM(rewards) == 2 && absent(slots[1])) {
-        group_size = PyArray_DIM(rewards, 1);
-        if (group_size == 0) return call.hand_to_twin();
-    } else if (PyArray_NDIM(rewards) != 1 || absent(slots[1]) || !whole_number(slots[1], 1, NPY_MAX_INTP, &group_size) ||
-               PyArray_SIZE(rewards) % group_size != 0) {
-        return call.hand_to_twin();
-    }
+    if (!read_group_size(rewards, slots[1], &group_size)) return call.hand_to_twin();
     return advantages(call, {rewards, PyArray_SIZE(rewards) / group_size, group_size, ddof, eps, scale});
+}
+
+// compute_pass_at_k_advantages(rewards, group_size=None, *, k) -> same shape
+PyObject* pass_at_k_entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    const Call call{self, args, count, keywords};
+    PyObject* slots[3];
+    npy_intp group_size, k;
+    PyObject* const names[] = {name_rewards, name_group_size, name_k};
+    PyArrayObject* rewards;
+    if (!call.bind(names, 2, slots) || !(rewards = plain_floats(slots[0])) || !read_group_size(rewards, slots[1], &group_size) ||
+        !slots[2] || !whole_number(slots[2], 2, group_size, &k))
+        return call.hand_to_twin();
+    return like_rewards(call, rewards, [&](const auto* values, auto* out) {
+        return pass_at_k_advantages(values, static_cast<size_t>(PyArray_SIZE(rewards) / group_size), static_cast<size_t>(group_size),
+                                    static_cast<size_t>(k), out);
+    });
 }
 
 // ---- generalised advantage estimation ----------------------------------------------------------------------------------
@@ -344,6 +384,7 @@ struct EntryPoint {
 constexpr EntryPoint kEntryPoints[] = {
     {"compute_group_advantages", group_entry},
     {"compute_batch_group_advantages", batch_entry},
+    {"compute_pass_at_k_advantages", pass_at_k_entry},
     {"compute_gae", gae_entry},
     {"compute_token_kl", kl_total<KlEstimator::token, false>},
     {"compute_token_kl_f32", kl_total<KlEstimator::token, true>},
@@ -375,13 +416,6 @@ nb::object entry_point(const std::string& name, nb::object twin, const std::stri
 // ---- packing ----------------------------------------------------------------------------------------------------------
 
 const char kNotPrepared[] = "strop's compiled packing was called with arrays the Python side should have prepared";
-
-// A contiguous array of int64 with this many dimensions, or null.
-PyArrayObject* plain_int64(PyObject* o, int dimensions) {
-    PyArrayObject* array = plain_array(o);
-    if (!array || !PyArray_ISSIGNED(array) || PyArray_ITEMSIZE(array) != sizeof(int64_t)) return nullptr;
-    return PyArray_NDIM(array) == dimensions ? array : nullptr;
-}
 
 PyObject* list_of_bins(const std::vector<std::vector<int64_t>>& bins) {
     nb::object result = nb::steal(PyList_New(static_cast<Py_ssize_t>(bins.size())));
@@ -466,9 +500,9 @@ void define_primitives(nb::module_& m) {
     name_ddof = intern("ddof");
     name_eps = intern("eps");
     name_scale = intern("scale");
-    scale_words[static_cast<int>(AdvantageScale::group)] = intern("group");
-    scale_words[static_cast<int>(AdvantageScale::batch)] = intern("batch");
-    scale_words[static_cast<int>(AdvantageScale::none)] = intern("none");
+    name_lengths = intern("lengths");
+    name_k = intern("k");
+    for (size_t i = 0; i < std::size(scale_words); ++i) scale_words[i] = intern(kScaleWords[i]);
 
     m.def("entry_point", &entry_point, nb::arg("name"), nb::arg("twin").none(), nb::arg("doc"), nb::arg("module_name"),
           "The compiled primitive of this name; calls it does not compute itself go to `twin`.");

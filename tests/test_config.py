@@ -186,7 +186,8 @@ FIELDS = {
     Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
     "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples calls sampling server loss",
-    GRPO.Config: SHARED + "group_size kl_coef inner_epochs minibatch_size advantage_scale advantage_ddof advantage_eps "
+    GRPO.Config: SHARED
+    + "group_size kl_coef inner_epochs minibatch_size advantage pass_k advantage_scale advantage_ddof advantage_eps "
     "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
     "reward_timeout find_failing num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",

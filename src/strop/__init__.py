@@ -18,13 +18,14 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from strop.algorithms.online_dpo import OnlineDPO as OnlineDPO
     from strop.algorithms.ppo import PPO as PPO
     from strop.algorithms.reward_model import RewardModel as RewardModel
+    from strop.algorithms.rloo import RLOO as RLOO
     from strop.algorithms.sft import SFT as SFT
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "get_num_threads", "set_num_threads"]
 __all__ += primitives.__all__
-_ALGORITHMS = ("BestOfN", "DPO", "Distill", "GRPO", "KTO", "OnlineDPO", "PPO", "RewardModel", "SFT")
+_ALGORITHMS = ("BestOfN", "DPO", "Distill", "GRPO", "KTO", "OnlineDPO", "PPO", "RLOO", "RewardModel", "SFT")
 
 
 def __getattr__(name: str) -> Any:

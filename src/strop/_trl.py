@@ -87,7 +87,7 @@ OPTIONS = (
          "cache_implementation, ds3_gather_for_generation", "False", "none: strop samples with an engine of its own", "",
          SAMPLED),
     Name("num_generations_eval", "None", "none: an evaluation samples one greedy completion of each prompt", "", ("GRPO",)),
-    Name("multi_objective_aggregation", "sum_then_normalize", "none: rewards are added with `reward_weights`", "", ("GRPO",)),
+    Name("multi_objective_aggregation", "sum_then_normalize", '`advantage="gdpo"` is normalize_then_sum', "grpo", ("GRPO",)),
     Name("top_entropy_quantile, use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, "
          "entropy_target", "", "none: `entropy_coef` is constant", "", ("GRPO",)),
     Name("max_tool_calling_iterations", "None", "`max_turns`", "8", ("GRPO",)),
@@ -187,9 +187,9 @@ METHODS = {
 }
 _CLASSES = {
     "SFTTrainer": "SFT", "DPOTrainer": "DPO", "KTOTrainer": "KTO", "RewardTrainer": "RewardModel", "GRPOTrainer": "GRPO",
-    "PPOTrainer": "PPO", "GKDTrainer": "Distill", "OnlineDPOTrainer": "OnlineDPO",
+    "PPOTrainer": "PPO", "RLOOTrainer": "RLOO", "GKDTrainer": "Distill", "OnlineDPOTrainer": "OnlineDPO",
 }  # fmt: skip
-_CONFIGS = ("SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "PPOConfig", "DistillConfig", "OnlineDPOConfig")
+_CONFIGS = tuple(f"{name}Config" for name in ("SFT", "DPO", "KTO", "GRPO", "PPO", "RLOO", "Distill", "OnlineDPO"))
 
 
 def class_hint(name: str) -> str | None:

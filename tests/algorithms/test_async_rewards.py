@@ -5,12 +5,13 @@ import math
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from test_grpo import PROMPTS, make_grpo
 from tiny_models import moe
 
-from strop.algorithms.grpo import _advantages_of_known
+from strop.algorithms.grpo import _by_group
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.config import RewardCalls
 from strop.primitives import compute_batch_group_advantages
@@ -285,9 +286,9 @@ def test_advantages_without_those_that_failed(scale, ddof):
     rewards = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 3.0, 9.0, 1.0]).double().numpy()
     how = {"ddof": ddof, "eps": 1e-4, "scale": scale}
     full = compute_batch_group_advantages(rewards, 4, **how)
-    assert _advantages_of_known(rewards, 4, **how) == pytest.approx(full, rel=1e-12)
+    assert _by_group(rewards, ~np.isnan(rewards), 4, **how) == pytest.approx(full, rel=1e-12)
     rewards[[1, 4, 5, 6]] = math.nan  # of the second group one is left
-    found = _advantages_of_known(rewards, 4, **how)
+    found = _by_group(rewards, ~np.isnan(rewards), 4, **how)
     assert found[[1, 4, 5, 6, 7]].tolist() == [0] * 5
     known = rewards[[0, 2, 3]] - rewards[[0, 2, 3]].mean()
     std = {"group": known.std(ddof=ddof) + 1e-4, "batch": rewards[[0, 2, 3, 7]].std(ddof=ddof) + 1e-4, "none": 1.0}

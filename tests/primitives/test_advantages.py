@@ -1,5 +1,7 @@
 """Advantages against numbers done by hand, TRL's, and a float64 reference written with Python's fractions and fsum."""
 
+import functools
+import itertools
 import math
 
 import numpy as np
@@ -186,6 +188,7 @@ def test_the_input_is_left_alone(engine):
 
 
 GROUP, BATCH = "compute_group_advantages", "compute_batch_group_advantages"
+PASS = "compute_pass_at_k_advantages"
 MISTAKES = [
     (GROUP, ([1.0, math.nan, 2.0],), {}, ValueError, "rewards must be finite, found nan at index 1"),
     (GROUP, (np.array([1.0, 2, math.inf]),), {}, ValueError, "rewards must be finite, found inf at index 2"),
@@ -233,8 +236,24 @@ MISTAKES = [
         (np.zeros(6), 2),
         {"scale": "std"},
         ValueError,
-        "scale must be one of 'group', 'batch', 'none', found 'std'",
+        "scale must be one of 'group', 'batch', 'none', 'leave_one_out', 'mean', found 'std'",
     ),
+    (
+        BATCH,
+        (np.array([1.0, -2.0]), 2),
+        {"scale": "mean"},
+        ValueError,
+        'at least 0 for scale="mean", found -2.0 at index 1',
+    ),
+    (GROUP, (np.zeros(3),), {"lengths": [1, 2]}, ValueError, "lengths must have the shape (3,) of rewards, found (2,)"),
+    (GROUP, (np.zeros(3),), {"lengths": [1, 2, -1]}, ValueError, "lengths must be at least 0, found -1 at index 2"),
+    (GROUP, (np.zeros(2),), {"lengths": [1.0, 2.0]}, TypeError, "lengths must be integers"),
+    (GROUP, (np.array([1.0, 2.0]),), {"lengths": [1, 1], "ddof": 2}, ValueError, "below the sum 2 of lengths, found 2"),
+    (GROUP, (np.array([1.0, math.nan]),), {"lengths": [1, 0]}, ValueError, "found nan at index 1"),
+    (PASS, (np.zeros(4), 4), {"k": 1}, ValueError, "k must be at least 2, found 1"),
+    (PASS, (np.zeros(4), 4), {"k": 5}, ValueError, "k must be at most the 4 rewards of a group, found 5"),
+    (PASS, (np.array([1.0, math.inf]), 2), {"k": 2}, ValueError, "found inf at index 1"),
+    (PASS, (np.zeros(4), 3), {"k": 2}, ValueError, "a multiple of group_size=3 elements, found 4"),
 ]
 
 
@@ -245,3 +264,98 @@ def test_mistakes(engine, name, args, kwargs, error, message):
     with pytest.raises(error) as raised:
         getattr(strop, name)(*args, **kwargs)
     assert message in str(raised.value)
+
+
+# ---- other advantages ----
+
+
+def test_scales_without_a_std_by_hand(engine):
+    rewards = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    batch = strop.compute_batch_group_advantages
+    leave_one_out = [1 - 1, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3]
+    assert batch(rewards, scale="leave_one_out")[0] == pytest.approx(leave_one_out)
+    assert batch(rewards, scale="mean")[0].tolist() == [0.0, -1.0, -1.0, 2.0]
+    assert batch(rewards, scale="mean", eps=1.0)[0].tolist() == [0.0, -0.5, -0.5, 1.0]
+    for scale in ("leave_one_out", "mean"):
+        assert (batch(rewards, scale=scale)[1:] == 0).all()
+        assert (batch(np.array([5.0, 7.0]), 1, scale=scale) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [2, 7, 8, 9, 33])
+def test_scales_without_a_std_against_formulas(engine, dtype, size):
+    rewards = (np.random.default_rng(size).random((5, size)) * 3 + 100).astype(dtype)
+    wide, tolerance = rewards.astype(np.float64), 3e-7 if dtype == np.float32 else 1e-12
+    others = (wide.sum(1, keepdims=True) - wide) / (size - 1)
+    mean = wide.mean(1, keepdims=True)
+    for scale, wanted in (("leave_one_out", wide - others), ("mean", (wide - mean) / mean)):
+        found = strop.compute_batch_group_advantages(rewards, scale=scale)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_lengths_are_repetitions(engine, dtype, scale):
+    """A reward that counts three times is a reward that is there three times; one that counts 0 times is not there."""
+    if dtype == np.float32:
+        scale = float(np.float32(np.sqrt(np.sqrt(scale)) if scale != 1e200 else 1e30))
+    rng = np.random.default_rng(3)
+    rewards, lengths = (rng.standard_normal(20) * scale + 5 * scale).astype(dtype), rng.integers(0, 4, 20)
+    rewards[:4], lengths[:4] = rewards[0], [0, 0, 2, 1]
+    for ddof, eps in ((0, 0.0), (1, 0.25 * scale)):
+        found = strop.compute_group_advantages(rewards, lengths=lengths, ddof=ddof, eps=eps)
+        repeated = strop.compute_group_advantages(np.repeat(rewards, lengths), ddof=ddof, eps=eps)
+        tolerance = 1e-6 if dtype == np.float32 else 1e-12
+        assert found.dtype == dtype
+        np.testing.assert_allclose(np.repeat(found, lengths), repeated, rtol=tolerance, atol=tolerance)
+        assert (found[lengths == 0] == 0).all()
+    assert (strop.compute_group_advantages(rewards, lengths=np.zeros(20, int)) == 0).all()
+    equal = np.where(lengths > 0, dtype(1000.1), dtype(3))
+    assert (strop.compute_group_advantages(equal, lengths=lengths) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("size", "k"), [(2, 2), (5, 2), (5, 4), (5, 5), (9, 3)])
+def test_pass_at_k_is_what_a_completion_adds_to_sets(engine, dtype, size, k):
+    rewards = np.random.default_rng(k).standard_normal((4, size)).astype(dtype)
+    rewards[1, 1:3] = rewards[1, 0]
+    wanted = np.zeros((4, size))
+    for p, i in np.ndindex(4, size):
+        sets = [list(one) for one in itertools.combinations(range(size), k) if i in one]
+        added = [rewards[p, one].max() - np.delete(rewards[p], [j for j in range(size) if j not in one or j == i]).max()
+                 for one in sets]  # fmt: skip
+        wanted[p, i] = np.mean(added, dtype=np.float64)
+    tolerance = 1e-6 if dtype == np.float32 else 1e-12
+    found = strop.compute_pass_at_k_advantages(rewards, k=k)
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(strop.compute_pass_at_k_advantages(rewards.ravel(), size, k=k), found.ravel())
+
+
+def expected_gradient(p, group_size, advantages):
+    """d/dp by the policy gradient (1/G)·Σ A·d log π, in expectation over groups of answers that are right with chance p."""
+    total = 0.0
+    for rights in itertools.product([0.0, 1.0], repeat=group_size):
+        rewards = np.array(rights)
+        chance = np.prod(np.where(rewards == 1, p, 1 - p))
+        slopes = np.where(rewards == 1, 1 / p, -1 / (1 - p))
+        total += chance * (advantages(rewards) * slopes).mean()
+    return total
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_expected_gradients(engine, p):
+    """RLOO's is that of the share of right answers, pass@k's that of one right among k, MaxRL's that of log p up to order G − 1."""
+    G, k = 5, 3
+    scaled = functools.partial(strop.compute_batch_group_advantages, group_size=G)
+    assert expected_gradient(p, G, functools.partial(scaled, scale="leave_one_out")) == pytest.approx(1.0, rel=1e-12)
+    best = functools.partial(strop.compute_pass_at_k_advantages, group_size=G, k=k)
+    assert k * expected_gradient(p, G, best) == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-12)
+    orders = sum((1 - p) ** (order - 1) for order in range(1, G))  # of Σ −(1 − p)^order/order
+    assert expected_gradient(p, G, functools.partial(scaled, scale="mean")) == pytest.approx(orders, rel=1e-12)
+
+
+def test_maxrl_of_two_answers_is_rloo(engine):
+    rewards = np.array([[0.0, 1], [1, 0], [1, 1], [0, 0]])
+    batch = strop.compute_batch_group_advantages
+    np.testing.assert_array_equal(batch(rewards, scale="mean"), batch(rewards, scale="leave_one_out"))

@@ -39,6 +39,8 @@ def large_calls(dtype):
         lambda: strop.compute_batch_group_advantages(p, 6),
         lambda: strop.compute_batch_group_advantages(p, 600, scale="batch"),
         lambda: strop.compute_batch_group_advantages(p, 24, scale="none"),
+        lambda: strop.compute_batch_group_advantages(-p, 6, scale="mean"),
+        lambda: strop.compute_pass_at_k_advantages(p, 24, k=3),
     ]
 
 

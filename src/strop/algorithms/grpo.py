@@ -10,7 +10,7 @@ with the formulas of `strop.losses.policy_loss`. log π_old are the log-probs th
 B completions, P prompts, T tokens. Completions of a prompt are adjacent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,13 @@ import torch
 
 from strop.algorithms.on_policy import PolicyGradient, WholeBatch, check_rewarded, sampled_and_trained
 from strop.config import GRPOConfig
+from strop.config.on_policy import WITH_STD
 from strop.data.batch import Trajectory, joined
 from strop.environments.credit import turn_advantages
 from strop.models import unwrapped
 from strop.models.routing import Routers
-from strop.primitives import compute_batch_group_advantages
+from strop.primitives import compute_batch_group_advantages, compute_group_advantages, compute_pass_at_k_advantages
+from strop.rewards import Rewards
 from strop.training.trainer import Mean, Metrics
 
 
@@ -74,7 +76,7 @@ class GRPO(PolicyGradient):
         metrics: Metrics = {"reward/resampled_fraction": self._fraction_without_signal(trajectories)}
         prompts, num_further = list(prompts), 0
         for attempt in range(1, config.resample_rounds + fill_rounds + 1):
-            again = without_signal(trajectories, size).nonzero().flatten().tolist()
+            again = self._without_signal(trajectories).nonzero().flatten().tolist()
             everywhere = self.of_all([addresses[i] for i in again])
             if not everywhere:  # all processes continue while one has to: they may share a server
                 break
@@ -103,24 +105,19 @@ class GRPO(PolicyGradient):
         """Fill advantages_t; with importance_cap also importance_t."""
         config = self.config
         assert batch.rewards is not None
-        lengths = [length for length, *_ in batch.ends[batch.first : batch.first + len(trajectories)]]
         if config.turns.credit == "turn" and self.player is not None:
             found = turn_advantages(
-                trajectories, config.group_size, config.turns.turn_discount, scale=config.advantage_scale,
+                trajectories, config.group_size, config.turns.turn_discount, scale=config.group_scale,
                 ddof=config.advantage_ddof, eps=config.advantage_eps,
             )  # fmt: skip
             advantages_N = joined(found)
         else:
-            rewards_B = batch.rewards.total_B
-            # in float64, so that float32 rewards give the nearest float32
-            of = _advantages_of_known if rewards_B.isnan().any() else compute_batch_group_advantages
-            found_B = of(
-                rewards_B.double().numpy(), config.group_size, ddof=config.advantage_ddof, eps=config.advantage_eps,
-                scale=config.advantage_scale,
-            )  # fmt: skip
-            advantages_B = torch.from_numpy(found_B).to(rewards_B.dtype)
-            own_B = advantages_B[batch.first : batch.first + len(trajectories)]
-            advantages_N = own_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+            lengths_B = self.loss_tokens(batch) if config.advantage.startswith("reinforce") else []
+            found_B = advantages_of(config, batch.rewards, np.array(lengths_B, dtype=np.int64))
+            advantages_B = torch.from_numpy(found_B).to(batch.rewards.total_B.dtype)
+            own = slice(batch.first, batch.first + len(trajectories))
+            num_tokens_B = torch.tensor([length for length, *_ in batch.ends[own]], dtype=torch.int64)
+            advantages_N = advantages_B[own].repeat_interleave(num_tokens_B)
         sequences = [one for first in trajectories for one in (first, *first.others)]
         lengths = [one.rollout_logps_t.size(0) for one in sequences if one.rollout_logps_t is not None]
         for sequence, advantages_t in zip(sequences, advantages_N.split(lengths), strict=True):
@@ -153,25 +150,65 @@ class GRPO(PolicyGradient):
             metrics["routing/changed_fraction"] = Mean(*counts_2)
         return metrics
 
+    def _without_signal(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        return without_signal(trajectories, self.config.group_size, each=self.config.advantage == "gdpo")
+
     def _fraction_without_signal(self, trajectories: Sequence[Trajectory]) -> Mean:
-        without_P = without_signal(trajectories, self.config.group_size)
+        without_P = self._without_signal(trajectories)
         return Mean(int(without_P.sum()), len(without_P))
 
 
-def without_signal(trajectories: Sequence[Trajectory], group_size: int) -> torch.Tensor:
-    """Return [P] bool: True where all rewards of a group are equal, so that its advantages are 0."""
-    groups_PG = torch.tensor([one.reward for one in trajectories]).view(-1, group_size)
-    smallest_P = groups_PG.nan_to_num(nan=torch.inf).amin(1)  # NaN: a reward that failed
-    return groups_PG.nan_to_num(nan=-torch.inf).amax(1) <= smallest_P
+def without_signal(trajectories: Sequence[Trajectory], group_size: int, each: bool = False) -> torch.Tensor:
+    """Return [P] bool: True where all rewards of a group are equal, with `each` those of every function."""
+    rewards = [list(one.rewards.values()) if each else [one.reward] for one in trajectories]
+    groups_PGK = torch.tensor(rewards).view(-1, group_size, len(rewards[0]))
+    smallest_PK = groups_PGK.nan_to_num(nan=torch.inf).amin(1)  # NaN: a reward that failed
+    return (groups_PGK.nan_to_num(nan=-torch.inf).amax(1) <= smallest_PK).all(1)
 
 
-def _advantages_of_known(rewards_B: np.ndarray, group_size: int, *, ddof: int, eps: float, scale: str) -> np.ndarray:
-    """Return [B] advantages where some rewards are NaN, which failed: 0 for those, and the others' without them."""
+def advantages_of(config: GRPOConfig, rewards: Rewards, lengths_B: np.ndarray) -> np.ndarray:
+    """Return the advantage of each completion, [B] float64; 0 where the reward is NaN, which failed.
+
+    lengths_B   number of loss tokens, for reinforce++, which counts each token once
+    """
+    std: Any = {"ddof": config.advantage_ddof, "eps": config.advantage_eps}
+    total_B = rewards.total_B.double().numpy()  # in float64, so that float32 rewards give the nearest float32
+    known_B = ~np.isnan(total_B)
+    scale = {"scale": config.group_scale} | (std if config.advantage in WITH_STD else {})
+    if config.advantage == "reinforce++":
+        return compute_group_advantages(np.where(known_B, total_B, 0.0), lengths=lengths_B, **std)
+    if config.advantage == "pass@k":
+        return _by_group(total_B, known_B, config.group_size, _best_of, k=config.pass_k or config.group_size)
+    if config.advantage == "gdpo":
+        weights = config.reward_weights or [1.0] * len(rewards.columns)
+        columns = (column_B.double().numpy() for column_B in rewards.columns.values())
+        each = [_by_group(column_B, known_B, config.group_size, **scale) for column_B in columns]
+        sum_B = sum(weight * found_B for weight, found_B in zip(weights, each, strict=True))
+        return compute_group_advantages(sum_B, lengths=known_B.astype(np.int64), **std)
+    found_B = _by_group(total_B, known_B, config.group_size, **scale)
+    if config.advantage == "reinforce++_baseline":
+        return compute_group_advantages(found_B, lengths=lengths_B, **std)
+    return found_B
+
+
+def _by_group(
+    rewards_B: np.ndarray, known_B: np.ndarray, group_size: int,
+    of: Callable[..., np.ndarray] = compute_batch_group_advantages, **options: Any,
+) -> np.ndarray:  # fmt: skip
+    """Return [B] advantages `of` the groups; where rewards are unknown, 0 for those, and the others' without them."""
+    if known_B.all():
+        return of(rewards_B, group_size, **options)
+    by_batch = options.get("scale") == "batch"
     found_B = np.zeros_like(rewards_B)
     for start in range(0, len(rewards_B), group_size):
-        there = start + np.flatnonzero(~np.isnan(rewards_B[start : start + group_size]))
-        if len(there) > max(ddof, 1):
-            own = "group" if scale == "group" else "none"
-            found_B[there] = compute_batch_group_advantages(rewards_B[there], len(there), ddof=ddof, eps=eps, scale=own)
-    known_N = rewards_B[~np.isnan(rewards_B)]
-    return found_B / (known_N.std(ddof=ddof) + eps) if scale == "batch" and len(known_N) > ddof else found_B
+        there = start + np.flatnonzero(known_B[start : start + group_size])
+        if len(there) > max(options.get("ddof", 0), 1):
+            found_B[there] = of(rewards_B[there], len(there), **options | ({"scale": "none"} if by_batch else {}))
+    if by_batch and known_B.sum() > options["ddof"]:
+        found_B /= rewards_B[known_B].std(ddof=options["ddof"]) + options["eps"]
+    return found_B
+
+
+def _best_of(rewards: np.ndarray, group_size: int, *, k: int) -> np.ndarray:
+    """Return advantages for pass@k; of fewer than k completions, for the best of all."""
+    return compute_pass_at_k_advantages(rewards, group_size, k=min(k, group_size))

@@ -75,7 +75,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         self.samples = samples  # keep the samples of the last step
         batch, pairs = self.whole_batch(trajectories, 0), _ordered(self.cut(trajectories))
         metrics = {} if batch.rewards is None else batch.rewards.metrics
-        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories)
+        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories) | self.own_metrics(trajectories)
         counts = self._counts_of_all(pairs)
         return metrics | (self._evaluate(pairs, counts) if counts[0] else {})
 

@@ -9,6 +9,7 @@ from strop.config.on_policy import DistillConfig as DistillConfig
 from strop.config.on_policy import GRPOConfig as GRPOConfig
 from strop.config.on_policy import OnlineDPOConfig as OnlineDPOConfig
 from strop.config.on_policy import PPOConfig as PPOConfig
+from strop.config.on_policy import RLOOConfig as RLOOConfig
 from strop.config.policy_losses import PolicyRule as PolicyRule
 from strop.config.preference_losses import PreferenceRule as PreferenceRule
 from strop.config.preference_losses import UnpairedRule as UnpairedRule

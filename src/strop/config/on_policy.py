@@ -11,6 +11,8 @@ from strop.config.policy_losses import PolicyRule
 from strop.config.sampling import RewardCalls, Sampling, ServerConfig, TurnsConfig
 from strop.config.training import OptimConfig, TrainerConfig
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "maxrl", "gdpo", "pass@k")
+WITH_STD = ("grpo", "reinforce++", "reinforce++_baseline", "gdpo")  # advantages that are divided by a std
 ADVANTAGE_SCALES = ("group", "batch", "none")
 BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0}
 DIVERGENCES = (*BETAS, "jsd", "sampled")
@@ -84,7 +86,10 @@ class GRPOConfig(PolicyGradientConfig):
     group_size          completions sampled for each prompt
     kl_coef             weight of the KL to the reference (β in the formula); 0 needs no reference
     inner_epochs        passes over the completions of a step
-    advantage_scale     divide centred rewards by the std of the "group" or of the "batch", or by nothing: "none"
+    advantage           how rewards become advantages: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, maxrl, gdpo or
+                        pass@k; docs/algorithms/grpo.md has the formulas
+    pass_k              the k of pass@k; 0 is group_size
+    advantage_scale     for grpo: divide centred rewards by the std of the "group" or of the "batch", or by nothing: "none"
     advantage_ddof      the std of advantages divides by n - ddof: 1 as TRL does, 0 as the paper says
     advantage_eps       added to the std of advantages: 1e-4 as TRL does, 0 as the paper says
     resample_rounds     how often prompts whose rewards are all equal are sampled again
@@ -101,6 +106,8 @@ class GRPOConfig(PolicyGradientConfig):
     group_size: int = count(8, low=2)
     kl_coef: float = number(0.04, 0)
     inner_epochs: int = count(1, low=1)
+    advantage: str = choice("grpo", ADVANTAGES)
+    pass_k: int = count(0)
     advantage_scale: str = choice("group", ADVANTAGE_SCALES)
     advantage_ddof: int = count(1)
     advantage_eps: float = number(1e-4, 0)
@@ -112,11 +119,16 @@ class GRPOConfig(PolicyGradientConfig):
     replay_routing: bool = False
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
+    group_scale: ClassVar[str]  # the `scale` of `compute_batch_group_advantages`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.advantage_ddof >= self.group_size:
             raise ValueError(f"advantage_ddof must be below group_size={self.group_size}, found {self.advantage_ddof}")
+        if self.pass_k == 1 or self.pass_k > self.group_size:
+            raise ValueError(f"pass_k must be 0, or from 2 to group_size={self.group_size}, found {self.pass_k}")
+        if self.turns.credit == "turn" and self.advantage not in ("grpo", "dr_grpo"):
+            raise ValueError(f'advantage must be "grpo" or "dr_grpo" with credit="turn", found {self.advantage!r}')
         if self.importance_cap is not None:
             pair = self.importance_cap if isinstance(self.importance_cap, (tuple, list)) else (0.0, self.importance_cap)
             if len(pair) != 2:
@@ -137,18 +149,33 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError('on_reward_error must be "raise" with credit="turn", found "leave_out"')
         rule = replace(self.loss, beta=self.kl_coef, max_completion_length=self.sampling.max_new_tokens)
         object.__setattr__(self, "rule", rule)
+        scales = {"grpo": self.advantage_scale, "gdpo": "group", "rloo": "leave_one_out", "maxrl": "mean"}
+        object.__setattr__(self, "group_scale", scales.get(self.advantage, "none"))
 
     def without_effect(self) -> list[str]:
         idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
         told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
         if self.fill_rounds != type(self).fill_rounds and not self.fill_batch:
             told.append("fill_rounds has no effect: it is for fill_batch, found False")
+        for name, used in (
+            ("advantage_scale", ("grpo",)), ("advantage_ddof", WITH_STD), ("advantage_eps", WITH_STD), ("pass_k", ("pass@k",)),
+        ):  # fmt: skip
+            if getattr(self, name) != getattr(type(self), name) and self.advantage not in used:
+                told.append(f"{name} has no effect: it is for advantage {' or '.join(used)}, found {self.advantage!r}")
         return told + super().without_effect()
 
     @functools.cached_property
     def recomputes(self) -> bool:
         """True if old log-probs are computed by a separate forward."""
         return super().recomputes or (self.old_logps == "auto" and self.importance_cap is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOConfig(GRPOConfig):
+    """Options of RLOO: those of GRPO, with the advantage rloo and the loss luspo, which divides by no length."""
+
+    advantage: str = choice("rloo", ADVANTAGES)
+    loss: PolicyRule = field(default_factory=lambda: PolicyRule(loss_type="luspo"))
 
 
 @dataclass(frozen=True, kw_only=True)
