@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from strop._types import Foreign
 from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.models.attention import Rule, Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
@@ -23,6 +24,7 @@ from strop.models.rotations import boundaries_of, rotations
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 if TYPE_CHECKING:
+    from strop.models.layers import Fused
     from strop.models.policy import Policy
 
 Part = Callable[[Any], torch.Tensor]  # selects from the output of a forward
@@ -137,9 +139,9 @@ def shortened(model: nn.Module) -> Iterator[bool]:
     afterwards. Yield whether there are any. If so, short rows show what happens beyond them."""
     config = getattr(base_model(model), "config", None)
     configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", ()))]
-    owners: list[Any] = [one for one in configs if one is not None] + list(model.modules())
+    owners: list[Foreign] = [one for one in configs if one is not None] + list(model.modules())
     holders = {id(vars(owner)): vars(owner) for owner in owners}
-    long: list[tuple[Any, str, int]] = [
+    long: list[tuple[dict[str, object], str, int]] = [
         (fields, name, size)
         for fields in holders.values()
         for name, size in fields.items()
@@ -189,10 +191,10 @@ def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tens
     return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
 
-def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> Any:
+def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> "Fused | str":
     """Return the fused decoder layers, or the reason why they are not fused. exact: see `models.exact`"""
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
-        return reason
+        return str(reason)
     from strop.models.layers import fused  # imports Triton
 
     try:
@@ -394,7 +396,7 @@ def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str |
 # ---- layers through which no gradient passes ----
 
 
-def not_differentiable(model: Any) -> dict[str, str]:
+def not_differentiable(model: nn.Module) -> dict[str, str]:
     """Return layer name → reason, for linear layers that pass no gradient. Only weights that are not plain are tested."""
     found = {}
     for name, module in model.named_modules():
@@ -415,6 +417,6 @@ def not_differentiable(model: Any) -> dict[str, str]:
     return found
 
 
-def _compute_dtype(model: Any) -> torch.dtype:
+def _compute_dtype(model: nn.Module) -> torch.dtype:
     found = getattr(model, "dtype", None)
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
