@@ -69,7 +69,9 @@ class Fused:
         """Return which layer's fused output or gradient differs from its own when `read` runs the model; None if none does."""
         found: list[str] = []
 
-        def compared(module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, **known: object) -> torch.Tensor:
+        def compared(
+            module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, **known: object
+        ) -> torch.Tensor:
             own = functools.partial(type(module).forward, module)
             wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
             for what, values in wanted.items():

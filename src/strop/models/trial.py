@@ -191,7 +191,9 @@ def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tens
     return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
 
-def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> "Fused | str":
+def fusing(
+    model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False
+) -> "Fused | str":
     """Return the fused decoder layers, or the reason why they are not fused. exact: see `models.exact`"""
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
         return str(reason)
