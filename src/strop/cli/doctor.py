@@ -126,7 +126,7 @@ def operators() -> Iterator[Finding]:
         import torch
 
         from strop.models.loading import num_devices
-        from strop.ops import registry
+        from strop.ops import onednn, registry
     except ImportError:
         yield Finding("operators", "absent", "they need torch")
         return
@@ -139,6 +139,10 @@ def operators() -> Iterator[Finding]:
     else:
         sees_none = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
         yield Finding("gpu", "absent", sees_none if torch.version.cuda else "torch is a CPU build")
+    by = "oneDNN, which is faster than MKL on this CPU" if onednn.is_faster() else "torch's own"
+    yield Finding(
+        "float32 products", "ok", f"{by}; rollouts: {'packed by oneDNN' if onednn.has_onednn() else 'the same'}"
+    )
     for name in registry.ops():
         yield _operator(registry.get_op(name))
 
@@ -170,6 +174,8 @@ def of_model(name: str) -> Iterator[Finding]:
         if policy.boundaries is not None:
             told += f"; {policy.boundaries.in_words}"
         yield Finding("training", "ok", told)
+        why = policy.no_sharing_because
+        yield Finding("shared prefixes", "ok", "are read once" if why is None else f"are read by each sequence: {why}")
         yield Finding(
             "loss", "ok", f"from all logits: {why}" if (why := policy.no_hidden_because) else "from hidden states"
         )

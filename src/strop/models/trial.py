@@ -95,7 +95,7 @@ def _with_others(batch: TokenBatch, first: dict[int, int], known: list[int]) -> 
     for sequence, n in first.items():
         start, end = int(batch.places_n[n]) + 1, int(batch.cu_seqlens[sequence + 1])
         ids_N[start:end] = known[1] if ids_N[start] == known[0] else known[0]
-    return dataclasses.replace(batch, ids_N=ids_N)
+    return dataclasses.replace(batch, ids_N=ids_N, groups=[])
 
 
 def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
@@ -221,11 +221,19 @@ class TrialRows(NamedTuple):
     twice: TokenBatch
     wanted_NV: torch.Tensor
 
+    @property
+    def wanted_twice_NV(self) -> torch.Tensor:
+        """The outputs of `twice`: two times those of the longest row alone."""
+        return self.wanted_NV[-self.alone[-1].num_tokens :].repeat(2, 1)
+
 
 def try_out(policy: "Policy") -> None:
     """Fill in how the model can be read, found by a trial: only the outputs show what a forward computes."""
     policy.was_tried = True
     policy.no_hidden_because = policy.no_packing_because = policy.no_fusing_because = f"it is a {policy.kind!r} model"
+    policy.no_sharing_because = policy.no_packing_because
+    if policy.kind == "moe":
+        policy.no_sharing_because = "strop's engine reads each row by itself"
     if policy.kind != "hf":
         return
     try:
@@ -307,13 +315,17 @@ def try_reading(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
     policy.no_packing_because = found if isinstance(found, str) else None
     policy.no_padding_because = trial.padding(rows) if isinstance(found, str) else None
     policy.rules = {} if isinstance(found, str) else found
+    policy.no_sharing_because = trial.sharing(rows, found)
     with shortened(inner) as is_shorter:
         shorter = None
         with contextlib.suppress(Exception):  # whatever a foreign forward raises with shorter windows
             shorter = trial.rows() if is_shorter else None
-        if shorter is not None and isinstance(found := trial.packing(shorter), str):
-            policy.no_packing_because = policy.no_packing_because or found
-            policy.no_padding_because = policy.no_padding_because or trial.padding(shorter)
+        if shorter is not None:
+            found = trial.packing(shorter)
+            if isinstance(found, str):
+                policy.no_packing_because = policy.no_packing_because or found
+                policy.no_padding_because = policy.no_padding_because or trial.padding(shorter)
+            policy.no_sharing_because = policy.no_sharing_because or trial.sharing(shorter, found)
     return rows
 
 
@@ -372,19 +384,42 @@ class Trial:
 
     def padding(self, rows: TrialRows) -> str | None:
         """Return the reason why rows cannot be padded, or None. Raise if rows cannot be read beside each other at all."""
-        no_padding = self._differs(rows.batch, rows.wanted_NV, "padded rows")
-        longest_NV = rows.wanted_NV[-rows.alone[-1].num_tokens :]
-        if no_padding and (why := self._differs(rows.twice, longest_NV.repeat(2, 1), "rows of one length")):
+        read = functools.partial(self.policy.read_padded, self.module, part=self.part)
+        no_padding = attempted(lambda: read(rows.batch), rows.wanted_NV, "padded rows")
+        if no_padding and (why := attempted(lambda: read(rows.twice), rows.wanted_twice_NV, "rows of one length")):
             name = type(self.policy.inner).__name__
             raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
         return no_padding
 
-    def _differs(self, batch: TokenBatch, wanted_NV: torch.Tensor, what: str) -> str | None:
-        """Return how the output for a padded batch differs, or its exception as text; None if it does not differ."""
-        try:
-            return differs(self.policy.read_padded(self.module, batch, self.part), wanted_NV, what)
-        except Exception as error:  # whatever a foreign forward raises
-            return f"its forward fails on {what} ({type(error).__name__}: {error})"
+    def sharing(self, rows: TrialRows, rules: dict[int, Rule] | str) -> str | None:
+        """Return the reason why a prefix that rows share is not read once, or None. rules: the result of `packing`"""
+        policy = self.policy
+        if isinstance(rules, str):
+            return f"it does not read packed sequences: {rules}"
+        if policy.indexed:
+            return "it is told where sequences end, since layers of it may carry a state"
+        if policy.exact:
+            return "exact: the backward would sum the prefix's gradients in another order"
+        if policy.share_prefixes == "never":
+            return 'share_prefixes is "never"'
+        if policy.share_prefixes == "auto" and policy.device.type != "cpu":
+            return 'sharing has not been measured on a GPU: share_prefixes="always" turns it on'
+        shared = rows.twice.with_prefixes([(rows.twice.lengths[0] // 2, [0, 1])])
+        assert shared.prefixes is not None
+        place_N = shared.prefixes.place_N
+        return attempted(
+            lambda: policy.read_packed(self.module, shared, self.part, rules)[0][place_N],
+            rows.wanted_twice_NV,
+            "a shared prefix",
+        )
+
+
+def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
+    """Return how the output of `read` differs, or its exception as text; None if it does not differ."""
+    try:
+        return differs(read(), wanted_NV, what)
+    except Exception as error:  # whatever a foreign forward raises
+        return f"its forward fails on {what} ({type(error).__name__}: {error})"
 
 
 def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
