@@ -399,7 +399,7 @@ class Trial:
         if policy.indexed:
             return "it is told where sequences end, since layers of it may carry a state"
         if policy.exact:
-            return "exact: the backward would sum the prefix's gradients in another order"
+            return "the attention of exact reads each sequence by itself"
         if policy.share_prefixes == "never":
             return 'share_prefixes is "never"'
         if policy.share_prefixes == "auto" and policy.device.type != "cpu":
