@@ -113,7 +113,9 @@ def test_the_workloads_that_are_measured():
     assert (varied.mean_tokens, varied.new_tokens, varied.shape) == (96, 256, full.shape)
     assert (short.num_completions, short.new_tokens, short.dtype, short.autocast) == (128, 16, torch.float32, True)
     assert full.dtype == torch.bfloat16
-    assert [workload.name for workload in step_contenders.ON_A_CPU] == ["tiny MoE", "tiny Qwen2"]
+    small = "SmolLM2-135M shape"
+    names = ["tiny MoE", "tiny Qwen2", small, f"{small}, rollouts in bfloat16", f"{small}, long prompts"]
+    assert [workload.name for workload in step_contenders.ON_A_CPU] == names
 
 
 def test_what_spans_cover_together():
