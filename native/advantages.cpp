@@ -1,7 +1,7 @@
 // Group-relative advantages; formulas and conventions in src/strop/primitives/advantages.py.
 //
-// Rewards are measured from the first of their group: equal rewards then have deviations, mean and advantages of
-// exactly 0 whatever their size, and a large common offset costs no precision.
+// The first reward of a group is subtracted from all of it. Equal rewards then have deviations, mean and advantages of exactly
+// 0 whatever their size, and a large common offset costs no precision.
 #include "kernels.h"
 #include "simd.h"
 
@@ -49,7 +49,7 @@ inline bool all_equal(const T* rewards, size_t n) {
     return true;
 }
 
-// The factor that turns deviations with this sum of squares into advantages; NaN outside the safe range.
+// Returns the factor from deviations with this sum of squares to advantages; NaN outside the safe range.
 template <class T>
 inline double scale_of(double squares, const T* rewards, size_t group_size, const AdvantageRule& rule) {
     if (__builtin_expect(squares >= kSmallestSafeSquares && squares <= kLargestSafeSquares, 1))
@@ -57,8 +57,8 @@ inline double scale_of(double squares, const T* rewards, size_t group_size, cons
     return squares == 0.0 && all_equal(rewards, group_size) ? 0.0 : __builtin_nan("");
 }
 
-// The factor that turns a group's deviations into advantages where it is divided by its mean, which is 0 only where all
-// rewards are; NaN where a reward is negative.
+// Returns the factor from a group's deviations to advantages when dividing by its mean, which is 0 only if all rewards are 0;
+// NaN if a reward is negative.
 template <class T>
 inline double scale_by_mean(double mean, const T* rewards, size_t group_size, double eps) {
     for (size_t i = 0; i < group_size; ++i)
@@ -66,7 +66,7 @@ inline double scale_by_mean(double mean, const T* rewards, size_t group_size, do
     return mean > 0.0 ? 1.0 / (mean + eps) : 0.0;
 }
 
-// A group that fits a vector stays in a register between its passes.
+// A group that fits into a vector stays in a register between its passes.
 template <class T, bool full>
 bool small_groups(const T* rewards, size_t groups, size_t group_size, const AdvantageRule& rule, T* out) {
     const double inverse_n = 1.0 / static_cast<double>(group_size);

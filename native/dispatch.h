@@ -8,13 +8,13 @@
 
 namespace strop {
 
-// The kernels in use: at first the widest this CPU has.
+// The kernels in use. Initially those of the widest instruction set of this CPU.
 const Kernels& kernels();
 
-// What was compiled in and this CPU can run, widest first.
+// Returns the compiled instruction sets that this CPU can run, the widest first.
 std::vector<std::string> available_isas();
 
-// Switches to one of available_isas(); false for any other name.
+// Switches to one of available_isas(). Returns false for any other name.
 bool set_isa(const std::string& name);
 
 }  // namespace strop

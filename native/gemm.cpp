@@ -1,11 +1,11 @@
-// Register-blocked tiles. A full tile and an edge tile differ in how many chains they carry, not in any chain.
+// Register-blocked tiles. A full tile and an edge tile differ in their number of sums, not in how a sum is computed.
 #include "gemm.h"
 
 namespace strop::STROP_ISA {
 namespace {
 
-// A tile of MR rows and NR vectors keeps MR·NR sums in registers: at least 8, which is what two multiply-adders of
-// latency 4 need, and as many as leave room for NR vectors of B and one value of A.
+// A tile of MR rows and NR vectors keeps MR·NR sums in registers: at least 8, because two multiply-adders of latency 4 need
+// that many, and at most as many as leave room for NR vectors of B and one value of A.
 #if defined(STROP_AVX512)
 constexpr int kMaxVectors = 4;
 constexpr int rows_of_tile(int vectors) { return vectors == 4 ? 6 : 8; }
@@ -14,7 +14,7 @@ constexpr int kMaxVectors = 2;
 constexpr int rows_of_tile(int vectors) { return vectors == 2 ? 6 : 8; }
 #endif
 
-// `tail` values of the last vector's columns exist; the others are neither read nor written.
+// Only `tail` columns of the last vector exist; the others are neither read nor written.
 template <class T, int MR, int NR, bool whole>
 void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* plus, size_t tail, bool from_c) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -59,7 +59,7 @@ void tile(const Product<T>& p, size_t K, const T* a, const T* b, T* c, const T* 
 template <class T>
 using Tile = void (*)(const Product<T>&, size_t, const T*, const T*, T*, const T*, size_t, bool);
 
-// at[rows − 1][vectors − 1]; a height above the tile's own never occurs.
+// Indexed by [rows − 1][vectors − 1]; a height above the tile's own never occurs.
 template <class T, bool whole>
 struct Tiles {
     Tile<T> at[8][kMaxVectors];

@@ -13,18 +13,18 @@ struct Kernels;  // moe/model.h
 
 enum class KlEstimator { token, schulman };
 
-// Σ over n tokens; mask may be null. Sums are taken in double whatever T is.
+// Returns Σ over n tokens; mask may be null. Sums are in double for either T.
 template <class T>
 using KlBlock = double (*)(const T* log_p, const T* log_q, const uint8_t* mask, size_t n);
 
-// Sums of one block of rewards: Σ(r − shift), and Σ(r − shift − mean)².
+// Return the sums of one block of rewards: Σ(r − shift), and Σ(r − shift − mean)².
 template <class T>
 using RewardSum = double (*)(const T* rewards, size_t n, double shift);
 template <class T>
 using RewardSquares = double (*)(const T* rewards, size_t n, double shift, double mean);
 
-// How centred rewards become advantages: times a fixed scale, or divided by their group's own std + eps, the std being
-// sqrt(squares · inverse_degrees), or by their group's own mean + eps.
+// How centred rewards become advantages: multiplied by a fixed scale; or divided by their group's std + eps, with
+// std = sqrt(squares · inverse_degrees); or divided by their group's mean + eps.
 enum class AdvantageDivisor { fixed, std, mean };
 struct AdvantageRule {
     AdvantageDivisor divisor;
@@ -33,8 +33,8 @@ struct AdvantageRule {
     double scale;
 };
 
-// False, with `out` unfinished, where a group's rewards are not finite or leave the range in which squares are exact, or
-// where a reward is negative and is divided by a mean.
+// Returns false, with `out` incomplete, if a group's rewards are not finite or outside the range in which squares are exact, or
+// if a negative reward would be divided by a mean.
 template <class T>
 using GroupAdvantages = bool (*)(const T* rewards, size_t groups, size_t group_size, const AdvantageRule& rule, T* out);
 

@@ -1,13 +1,13 @@
 // KL between two policies from the log-probs of tokens; formulas in src/strop/primitives/kl.py.
 //
-// Each formula has two forms: `usual` for vectors whose arguments all lie within `limit`, and `any` for every double.
+// Each formula has two forms: `usual` for vectors whose arguments are all within `limit`, and `any` for every double.
 #include "kernels.h"
 #include "simd.h"
 
 namespace strop::STROP_ISA {
 namespace {
 
-// exp(p)·(p − q). Terms of either sign nearly cancel close to the reference, so float32 is computed in double.
+// exp(p)·(p − q). Near the reference, terms of opposite signs nearly cancel, so float32 is computed in double.
 struct TokenKl {
     using Arithmetic = double;
     static constexpr double limit = 700.0;
@@ -26,11 +26,11 @@ struct TokenKl {
 template <class T>
 struct SchulmanKl {
     using Arithmetic = T;
-    // Beyond it, d's own rounding in float costs more than 5e-7 of exp(d); in double, 2^n stops being a normal number.
+    // Beyond the limit, rounding d to float changes exp(d) by more than 5e-7; in double, 2^n is no normal number.
     static constexpr T limit = sizeof(T) == sizeof(float) ? 8 : 700;
     static VecOf<T> argument(VecOf<T> p, VecOf<T> q) { return q - p; }
 
-    // s·(1 + r + t) − (n·ln 2 + r) − 1 with the large parts taken together first: nothing cancels. n = 0 leaves t.
+    // s·(1 + r + t) − (n·ln 2 + r) − 1, with the large parts combined first so that nothing cancels. For n = 0 only t is left.
     static VecOf<T> usual(VecOf<T> p, VecOf<T> q) {
         auto e = exp_parts<T>(q - p);
         VecOf<T> s_less_1 = e.s - T(1);
@@ -40,14 +40,14 @@ struct SchulmanKl {
 
     static Wide any(Wide p, Wide q) {
         Wide d = q - p;
-        d = d > 710.0 ? wide(710.0) : d;  // exp is infinite there; a bound keeps inf − inf out of it
+        d = d > 710.0 ? wide(710.0) : d;  // exp is infinite there; the bound avoids inf − inf
         Wide near = SchulmanKl<double>::usual(p, q);
         return absolute<double>(d) < 1.0 ? near : exp_of_any(d) - (d + 1.0);
     }
 };
 
-// One vector of tokens, T the arithmetic and Input what is in memory. p = q = 0 contributes 0 to either formula, so that
-// is what stands in masked and absent lanes.
+// One vector of tokens; T is the type of the arithmetic, Input that in memory. p = q = 0 contributes 0 to either formula, so
+// masked and absent lanes hold it.
 template <class T>
 struct Tokens {
     VecOf<T> p, q;
@@ -62,7 +62,7 @@ inline Tokens<T> tokens_at(const Input* p, const Input* q, const uint8_t* mask) 
     else return {load_wide(p), load_wide(q)};
 }
 
-// The last n tokens of a row, fewer than a vector holds.
+// Adds the last n tokens of a row, fewer than a vector has.
 template <class T, bool masked, class Input>
 inline Tokens<T> last_tokens(const Input* p, const Input* q, const uint8_t* mask, size_t n) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -76,7 +76,7 @@ inline Tokens<T> last_tokens(const Input* p, const Input* q, const uint8_t* mask
     return tokens_at<T, masked>(p_padded, q_padded, mask_padded);
 }
 
-// For tokens with a value beyond the limit among them. Rare, so kept out of the way of the loop that calls it.
+// Handles vectors that have a value beyond the limit. It is rare, so it is not inlined into the calling loop.
 template <class Input, class Formula, bool masked>
 [[gnu::noinline, gnu::cold]] Wide sum_of_any(const Input* p, const Input* q, const uint8_t* mask, size_t n) {
     Wide total{};
@@ -92,7 +92,7 @@ template <class Input, class Formula, bool masked>
     return total;
 }
 
-// Four vectors at a time: their limits are checked at once, and floats are added in a tree before they become doubles.
+// Adds four vectors at a time: their limits are checked together, and floats are added in a tree before conversion to double.
 template <class Input, class Formula, bool masked>
 double block(const Input* p, const Input* q, const uint8_t* mask, size_t n) {
     using T = typename Formula::Arithmetic;

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
     m.doc() = "Compiled parts of strop; use them through the public names of the package.";
-    nb::set_leak_warnings(false);  // what a daemon thread still holds at the end of a process is not a leak
+    nb::set_leak_warnings(false);  // objects held by a daemon thread when the process ends are no leaks
     m.def("isa", [] { return std::string(strop::kernels().isa); }, "The instruction set in use.");
     m.def("available_isas", &strop::available_isas, "What this CPU can run, widest first.");
     m.def("set_isa", &strop::set_isa, nb::arg("name"), "Switch to one of available_isas(); False for another name.");

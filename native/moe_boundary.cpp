@@ -1,4 +1,4 @@
-// The boundary of the transformer: arrays come in as strop.moe.native prepared them, pointers go on.
+// The boundary between Python and the transformer: turns the arrays that strop.moe.native prepared into pointers.
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "moe_boundary.h"
@@ -46,13 +46,13 @@ std::vector<T*> pointers(const std::vector<AnyShape<T>>& arrays) {
     return data;
 }
 
-// Takes the interpreter's lock by take(). At the end of the process Python ends a thread that asks for it, by an unwinding that
-// destructors on the way would turn into an abort; so the thread waits here instead, and ends with the process.
+// Takes the interpreter's lock by calling take(). When the process ends, Python terminates a thread that asks for the lock by
+// unwinding its stack, and destructors on the way would abort the process. So the thread waits here until the process is gone.
 template <class Take>
 auto take_lock(Take&& take) noexcept {
     try {
         return take();
-    } catch (...) {  // nothing else comes out of these functions
+    } catch (...) {  // these functions throw nothing else
         for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
     }
 }
@@ -69,8 +69,8 @@ class Release {
     PyThreadState* state_;
 };
 
-// An array of a list that Python prepared. By NumPy's own interface: with the general one, the arrays of a step take longer to
-// hand over than a small model's optimiser needs.
+// Returns an array of a list that Python prepared, through NumPy's own interface. With the general one, handing over the arrays
+// of a step takes longer than a small model's optimiser.
 template <class T>
 PyArrayObject* array_of(nb::handle object) {
     auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
@@ -96,8 +96,8 @@ std::vector<T*> data_of_all(const nb::list& arrays, const std::vector<size_t>& c
     return data;
 }
 
-// False once a signal's handler has raised, as Ctrl-C's does. The interpreter's lock is taken for the question, so it is
-// asked now and then.
+// Returns false once a signal handler has raised, as Ctrl-C's does. This needs the interpreter's lock, so it is called only now
+// and then.
 struct Interrupts {
     using Clock = std::chrono::steady_clock;
     Clock::time_point asked = Clock::now();
@@ -202,7 +202,7 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
            nb::arg().none(), nb::arg().none())
         .def("workspace_bytes", &Engine<T>::workspace_bytes);
 
-    // One for float and one for double: the array decides which, so it must not be converted to fit.
+    // One function for float and one for double. The array's type decides which, so nanobind must not convert it.
     m.def("moe_sample", [](Array<const T, 2> logits_BV, Array<const double, 1> uniforms_B, double temperature, int64_t top_k, double top_p,
                            Array<int64_t, 1> tokens_B, Array<double, 1> logps_B) {
         Release release;
@@ -231,7 +231,7 @@ void define_engine(nb::module_& m, const char* engine_name, const char* pass_nam
 
 }  // namespace
 
-// Parts of the engine by themselves, for benchmarks: `strop.moe.native.NativeEngine.kernels`.
+// Single parts of the engine, for benchmarks (benchmarks/contenders/moe_kernels.py).
 void define_parts(nb::module_& m) {
     using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 

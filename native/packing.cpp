@@ -1,4 +1,4 @@
-// Packing sequences into bins and laying the bins out as rows; contract in src/strop/primitives/packing.py.
+// Packing of sequences into bins, and of bins into rows; the contract is in src/strop/primitives/packing.py.
 #include <algorithm>
 #include <bit>
 #include <numeric>
@@ -8,12 +8,12 @@
 namespace strop {
 namespace {
 
-// Finds the first of many bins with room for a length, in O(log bins): a tree whose nodes hold the largest room below them.
+// A tree that finds the first bin with room for a length in O(log bins). Each node holds the largest room below it.
 class FirstFit {
   public:
     FirstFit(size_t bins, int64_t room) : leaves_(std::bit_ceil(std::max<size_t>(bins, 1))), room_(2 * leaves_, room) {}
 
-    // Every bin starts empty with room for any length, so there always is one.
+    // Empty bins have room for any length, so there always is one.
     size_t take(int64_t length) {
         size_t node = 1;
         while (node < leaves_) node = room_[2 * node] >= length ? 2 * node : 2 * node + 1;
@@ -32,7 +32,7 @@ class FirstFit {
     std::vector<int64_t> room_;
 };
 
-// Indices by decreasing length, ties in their original order.
+// Returns the indices by decreasing length; ties keep their original order.
 std::vector<int64_t> longest_first(const int64_t* lengths, size_t count) {
     std::vector<int64_t> order(count);
     std::iota(order.begin(), order.end(), int64_t{0});
@@ -57,7 +57,7 @@ std::vector<int32_t> collate_rows(const std::vector<Sequence>& sequences, const 
                                   size_t row_length, int64_t pad_id, const PackedRows& out) {
     std::vector<int32_t> cu_seqlens{0};
     size_t at = 0;
-    // One segment of `length` tokens: positions count from 0, the first token has nothing to be predicted from.
+    // One segment of `length` tokens: positions count from 0, and no token predicts the first one.
     auto close_segment = [&](size_t length, int64_t sequence) {
         std::iota(out.position_ids + at, out.position_ids + at + length, int64_t{0});
         std::fill_n(out.sequence_ids + at, length, sequence);

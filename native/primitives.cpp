@@ -12,15 +12,15 @@
 namespace strop {
 namespace {
 
-// Sums are taken over blocks of this many elements and the blocks added in order, so that neither the number of
-// threads nor the length of a row changes how an element is rounded.
+// Sums are computed over blocks of this many elements, and the blocks are added in order. So neither the number of threads nor
+// the length of a row changes how an element is rounded.
 constexpr size_t kBlock = 1024;
 
-// Below about 10 µs of work, sharing it costs more than it saves.
+// Below about 10 µs of work, threads cost more than they save.
 template <class T>
 constexpr size_t kParallelElements = (size_t{1} << 17) / sizeof(T);
 
-// Neumaier's compensated sum: its error does not grow with the number of blocks.
+// Neumaier's compensated sum, whose error does not grow with the number of blocks.
 struct CompensatedSum {
     double total = 0.0, lost = 0.0;
 
@@ -36,10 +36,10 @@ struct CompensatedSum {
 size_t blocks_of(size_t n) { return (n + kBlock - 1) / kBlock; }
 size_t block_length(size_t n, size_t block) { return block + 1 < blocks_of(n) ? kBlock : n - block * kBlock; }
 
-// Consecutive work items a task takes, so that a task is worth handing to a thread.
+// Returns the number of consecutive work items per task, large enough to be worth a thread.
 constexpr size_t kTaskElements = size_t{1} << 11;
 
-// body(first, last) over [0, items), in tasks of about kTaskElements elements each.
+// Calls body(first, last) over [0, items), in tasks of about kTaskElements elements each.
 template <class Body>
 void for_ranges(size_t items, size_t elements_per_item, bool parallel, Body&& body) {
     if (!parallel) return body(size_t{0}, items);
@@ -50,7 +50,7 @@ void for_ranges(size_t items, size_t elements_per_item, bool parallel, Body&& bo
     });
 }
 
-// Σ block_sum(start, length) over n elements.
+// Returns Σ block_sum(start, length) over n elements.
 template <class T, class BlockSum>
 double sum_in_blocks(size_t n, BlockSum&& block_sum) {
     const bool parallel = n >= kParallelElements<T>;
@@ -91,7 +91,7 @@ template void kl_rows<double, double>(KlEstimator, const double*, const double*,
 
 namespace {
 
-// 1 / (std of all rewards + eps); 0 where all are equal; NaN where the sums leave the safe range.
+// Returns 1 / (std of all rewards + eps); 0 if all are equal; NaN if the sums leave the safe range.
 template <class T>
 double batch_scale(const T* rewards, size_t n, double ddof, double eps) {
     const TypedKernels<T>& k = kernels().of<T>();
@@ -129,12 +129,12 @@ bool group_advantages(const T* rewards, size_t groups, size_t group_size, Advant
     return finished;
 }
 
-// A few passes over one number for each sequence: not worth threads.
+// A few passes over one number per sequence, which is too little work for threads.
 template <class T>
 bool weighted_advantages(const T* rewards, const int64_t* lengths, size_t n, double ddof, double eps, T* out) {
     size_t first = 0;
     while (first < n && lengths[first] == 0) ++first;
-    const double shift = first < n ? rewards[first] : 0.0;  // of equal rewards nothing is left
+    const double shift = first < n ? rewards[first] : 0.0;  // equal rewards become exactly 0
     auto weighted = [&](auto&& term) {
         CompensatedSum total;
         for (size_t i = first; i < n; ++i)
@@ -154,7 +154,7 @@ bool weighted_advantages(const T* rewards, const int64_t* lengths, size_t n, dou
     return true;
 }
 
-// Each gap between neighbours in order of reward counts for all rewards above it.
+// Each gap between neighbours, sorted by reward, counts for all rewards above it.
 template <class T>
 bool pass_at_k_advantages(const T* rewards, size_t groups, size_t group_size, size_t k, T* out) {
     std::atomic<bool> finished{true};
@@ -184,7 +184,7 @@ bool pass_at_k_advantages(const T* rewards, size_t groups, size_t group_size, si
     return finished;
 }
 
-// Each step needs the one after it, so a row is a chain of multiply-adds; four rows at a time hide its latency.
+// Each step needs the result of the next token, so a row is a chain of multiply-adds; four rows at a time hide the latency.
 template <class T>
 void gae_rows(const T* rewards, const T* values, const uint8_t* mask, size_t rows, size_t cols, double gamma, double lambda, T* out) {
     constexpr size_t kRows = 4;

@@ -1,10 +1,10 @@
-// The boundary of the primitives.
+// The boundary between Python and the primitives.
 //
-// Advantages and KL take microseconds, so their entry points stand directly on CPython's vectorcall and NumPy's C API.
-// They compute only what is plainly right: exact NumPy arrays, contiguous, of one float type, of matching shape. Every
-// other call (a list, a tensor, a strided view, a mistake) goes, unchanged, to the function's Python twin. The twin
-// explains what is wrong, or brings the input into that plain form and calls the entry point with no twin behind it. So
-// every message and every conversion is written once, in Python.
+// Advantages and KL take microseconds, so their entry points use CPython's vectorcall and NumPy's C API directly. They handle
+// only the plain case: contiguous NumPy arrays of one float type and matching shapes. Every other call (a list, a tensor, a
+// strided view, a mistake) goes unchanged to the function's Python twin. The twin explains what is wrong, or converts the input
+// to the plain form and calls the entry point that has no twin. So every message and every conversion is written once, in
+// Python.
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include "primitives_boundary.h"
@@ -26,11 +26,11 @@ namespace nb = nanobind;
 namespace strop {
 namespace {
 
-// At this many elements the work takes longer than a hand-over of the interpreter lock.
+// From this many elements on, the work takes longer than releasing and taking the interpreter lock.
 constexpr npy_intp kReleaseElements = npy_intp{1} << 14;
 
-// Runs body(), without the interpreter lock where that pays; false with MemoryError set where memory ran out. The lock is
-// taken back in plain code: at the end of the process Python ends this thread right there, which no destructor may see.
+// Runs body(), without the interpreter lock if that pays; returns false with MemoryError set if memory ran out. No destructor
+// may run while the lock is taken back: when the process ends, Python terminates this thread at that point.
 template <class Body>
 bool compute(bool without_lock, Body&& body) {
     bool enough_memory = true;
@@ -63,7 +63,7 @@ struct Call {
 
     bool has_twin() const { return self != Py_None; }
 
-    // The arguments in the order of `names`, absent ones null; false where the call does not have that form.
+    // Fills in the arguments in the order of `names`, with null for absent ones; returns false if the call has another form.
     template <size_t N>
     bool bind(PyObject* const (&names)[N], Py_ssize_t max_positional, PyObject* (&slots)[N]) const {
         if (count > max_positional) return false;
@@ -94,7 +94,7 @@ PyArrayObject* plain_floats(PyObject* o, bool only_f32 = false) {
     return type == NPY_FLOAT || (type == NPY_DOUBLE && !only_f32) ? array : nullptr;
 }
 
-// A contiguous array of int64 with this many dimensions, or null.
+// Returns the object as a contiguous array of int64 with this many dimensions, or null.
 PyArrayObject* plain_int64(PyObject* o, int dimensions) {
     PyArrayObject* array = plain_array(o);
     if (!array || !PyArray_ISSIGNED(array) || PyArray_ITEMSIZE(array) != sizeof(int64_t)) return nullptr;
@@ -111,7 +111,7 @@ const T* data_of(PyArrayObject* a) {
     return static_cast<const T*>(PyArray_DATA(a));
 }
 
-// A whole number in [low, high]; false for anything else.
+// Reads a whole number in [low, high]; returns false for anything else.
 bool whole_number(PyObject* o, npy_intp low, npy_intp high, npy_intp* value) {
     if (!PyLong_CheckExact(o)) return false;
     int overflow = 0;
@@ -232,7 +232,7 @@ bool read_scale(PyObject* o, AdvantageScale* scale) {
     return false;
 }
 
-// A new array like `rewards`, filled by fill(rewards, out), which says whether it could take these rewards; else the twin.
+// Returns a new array like `rewards`, filled by fill(rewards, out); calls the twin if fill returns false.
 template <class Fill>
 PyObject* like_rewards(const Call& call, PyArrayObject* rewards, Fill&& fill) {
     PyObject* out = PyArray_SimpleNew(PyArray_NDIM(rewards), PyArray_DIMS(rewards), PyArray_TYPE(rewards));
@@ -266,7 +266,7 @@ PyObject* advantages(const Call& call, const AdvantageCall& in) {
     });
 }
 
-// The size of the groups of `rewards`, (P, G) without a size or (P·G,) with one; false for anything else.
+// Reads the group size of `rewards`, (P, G) without a size or (P·G,) with one; returns false for anything else.
 bool read_group_size(PyArrayObject* rewards, PyObject* given, npy_intp* group_size) {
     if (PyArray_NDIM(rewards) == 2 && absent(given)) {
         *group_size = PyArray_DIM(rewards, 1);
@@ -396,7 +396,7 @@ constexpr EntryPoint kEntryPoints[] = {
     {"compute_batch_token_kl_schulman_f32", kl_batch<KlEstimator::schulman, true>},
 };
 
-// The builtin lives as long as the process, and its definition with it.
+// The builtin and its definition live as long as the process.
 nb::object entry_point(const std::string& name, nb::object twin, const std::string& doc, const std::string& module_name) {
     for (const EntryPoint& entry : kEntryPoints) {
         if (name != entry.name) continue;

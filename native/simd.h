@@ -205,7 +205,7 @@ static inline VecOf<float> load_first(const float* from, size_t count) {
 #endif
 }
 
-// Values whose mask byte is not 0; 0 in the other lanes, whatever stands in memory there.
+// Loads the values whose mask byte is not 0; the other lanes are 0, whatever is in memory.
 static inline Wide load_counted(const double* from, const uint8_t* mask) {
 #if defined(STROP_AVX512)
     __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(mask));
@@ -243,7 +243,7 @@ static inline Wide load_wide_counted(const float* from, const uint8_t* mask) {
 
 // ---- across lanes ----------------------------------------------------------------------------------------------------
 
-// Sum of the lanes, always in the same tree.
+// Returns the sum of the lanes, always added in the same tree.
 static inline double sum(Wide v) {
 #if defined(STROP_AVX512)
     return _mm512_reduce_add_pd((__m512d)v);
@@ -255,7 +255,7 @@ static inline double sum(Wide v) {
 #endif
 }
 
-// The lower and the upper half of a vector of floats added, as doubles.
+// Returns the sum of the lower and the upper half of a vector of floats, as doubles.
 static inline Wide widened_sum(VecOf<float> v) {
     HalfVec half[2];
     __builtin_memcpy(half, &v, sizeof v);
@@ -269,7 +269,7 @@ static inline VecOf<T> absolute(VecOf<T> v) {
     return (VecOf<T>)((BitsOf<T>)v & all_but_sign);
 }
 
-// Lane by lane the value of larger magnitude, of either sign.
+// Returns, for each lane, the value of larger magnitude.
 static inline Wide farther(Wide a, Wide b) {
 #if defined(STROP_AVX512)
     return (Wide)_mm512_range_pd((__m512d)a, (__m512d)b, 0b0011);
@@ -308,7 +308,7 @@ static inline bool any_above(VecOf<float> v, float limit) {
 #endif
 }
 
-// Sum and maximum of the lanes of either type, always in the same tree: halves are folded onto each other.
+// Return the sum and the maximum of the lanes of either type, always in the same tree: halves are folded onto each other.
 template <class T>
 static inline T sum_lanes(VecOf<T> v) {
 #if defined(STROP_AVX512)
@@ -335,9 +335,9 @@ static inline T max_lanes(VecOf<T> v) {
     return lane[0];
 }
 
-// ---- arithmetic the compiler must not choose the rounding of ----------------------------------------------------------
+// ---- arithmetic whose rounding must not be left to the compiler ----------------------------------------------------------
 
-// a·b + c, rounded once where the instruction set can (everywhere but in the baseline).
+// Returns a·b + c, rounded once if the instruction set has fused multiply-add (all except the baseline).
 static inline VecOf<float> multiply_add(VecOf<float> a, VecOf<float> b, VecOf<float> c) {
 #if defined(STROP_AVX512)
     return (VecOf<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -378,8 +378,8 @@ static inline VecOf<double> square_root(VecOf<double> v) {
 #endif
 }
 
-// 1/v for v of ordinary size, to within a unit in the last place. A division of floats takes AVX-512 as long as an exp; a
-// table look-up to 14 bits, which every such CPU rounds alike, and one step of Newton's take a fifth of that.
+// Returns 1/v for v of ordinary size, to within a unit in the last place. With AVX-512 a float division takes as long as an
+// exp. A 14-bit table look-up, which every such CPU rounds alike, and one Newton step take a fifth of that.
 static inline VecOf<float> reciprocal(VecOf<float> v) {
 #if defined(STROP_AVX512)
     const __m512 r = _mm512_rcp14_ps((__m512)v);
@@ -421,8 +421,8 @@ struct ExpParts {
     Vec n, s, r, t;
 };
 
-// Adding 1.5·2^mantissa_bits rounds to an integer and leaves that integer in the low bits, from where a shift makes it an
-// exponent. s is right while 2^n is a normal number.
+// Adding 1.5·2^mantissa_bits rounds to an integer and leaves it in the low bits; a shift then makes it an exponent. s is right
+// while 2^n is a normal number.
 template <class T>
 static inline ExpParts<VecOf<T>> exp_parts(VecOf<T> x) {
     using L = Lanes<T>;
@@ -437,8 +437,8 @@ static inline ExpParts<VecOf<T>> exp_parts(VecOf<T> x) {
     return {n, s, r, r * r * p};
 }
 
-// exp for every double, NaN and the infinities included: 2^n is multiplied in two halves, so that results below the
-// smallest normal number and above the largest come out right.
+// Returns exp for every double, including NaN and the infinities: 2^n is multiplied in two halves, so that results below the
+// smallest normal number and near the largest are right.
 static inline Wide exp_of_any(Wide x) {
     x = x > 710.0 ? wide(710.0) : x;    // infinite
     x = x < -746.0 ? wide(-746.0) : x;  // 0
@@ -449,7 +449,7 @@ static inline Wide exp_of_any(Wide x) {
     return ((e.r + e.t) + 1.0) * power_of_two(half) * power_of_two(e.n - half);
 }
 
-// exp(x) for x ≤ 0, what a softmax and a sigmoid need. Below the smallest normal number it is 0; NaN stays NaN.
+// Returns exp(x) for x ≤ 0, as softmax and sigmoid need it. Results below the smallest normal number are 0; NaN stays NaN.
 template <class T>
 static inline VecOf<T> exp_to_one(VecOf<T> x) {
     constexpr T smallest = sizeof(T) == sizeof(float) ? T(-87.0) : T(-708.0);

@@ -195,6 +195,23 @@ def test_gradient_checkpointing_gives_the_same(interpreted):
     assert max(apart(numbers(policy), wanted).values()) < 1e-6
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_a_prefix_that_is_read_once_gives_the_same(kind, again, interpreted):
+    """The window of mistral ends inside of the prefix: each sequence attends by itself there."""
+    model = model_of(kind, **({"sliding_window": 9} if kind == "mistral" else {})).train()
+    if again:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy, generator = fused_policy(model), torch.Generator().manual_seed(0)
+    prompt = torch.randint(2, 64, (40,), generator=generator)
+    rows = [Trajectory.of(prompt, torch.randint(2, 64, (n,), generator=generator)) for n in (5, 3, 5, 9, 1)]
+    batch, each = TokenBatch.of(rows), TokenBatch.of(rows)
+    assert policy.shares
+    assert batch.groups
+    each.groups = []
+    assert max(apart(numbers(policy, batch), numbers(policy, each)).values()) < 1e-5
+
+
 def test_frozen_weights_get_no_gradient_and_pass_it_on(interpreted):
     model = model_of("qwen2")
     wanted = numbers(fused_policy(model))

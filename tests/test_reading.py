@@ -181,7 +181,7 @@ def test_rows_of_both_sides_have_the_losses_and_gradients_of_each_alone(model, p
     wanted = [alone(model, row)[:-1].gather(1, row[1:, None])[:, 0] for row in rows]
     policy = as_policy(copy.deepcopy(model))
     if not packs:
-        monkeypatch.setattr(trial, "_try_packing", lambda *_: "of a test")
+        monkeypatch.setattr(trial.Trial, "packing", lambda *_: "of a test")
     logps_n = policy.logps(TokenBatch.of([Trajectory.of(row[:1], row[1:]) for row in rows]))
     assert policy.packs == packs
     torch.testing.assert_close(logps_n, torch.cat(wanted), rtol=0, atol=1e-9)

@@ -58,11 +58,6 @@ def options_of_case(case):
     return options | {"importance_level": case["level"], "clip_eps": (case["eps_low"], case["eps_high"])}
 
 
-def references(ref):
-    """Name hidden states, weight and bias of a reference as the operators on hidden states take them."""
-    return dict(zip(("ref_hidden", "ref_weight", "ref_bias"), ref, strict=True))
-
-
 def cut_off(backend, dtype):
     """Triton's interpreter cuts bfloat16 off where a GPU rounds: one unit of the last place more."""
     return torch.finfo(dtype).eps if backend in KERNELS and dtype == torch.bfloat16 else 0.0

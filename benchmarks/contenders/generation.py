@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import environment
-from benchmarks.contenders.step import QWEN2, SMOLLM2
+from benchmarks.contenders.step import QWEN2, QWEN2_7B, SMOLLM2
 
 PAD, END, SEED = 0, 1, 0
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
@@ -84,10 +84,6 @@ class Workload:
 
 
 LONG = {"max_position_embeddings": 8192}
-QWEN2_7B = {
-    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
-}  # fmt: skip
 SMALL = Model(name="Qwen2-0.5B shape", model_type="qwen2", shape=QWEN2 | LONG)
 SMALLEST = Model(name="SmolLM2-135M shape", model_type="llama", shape=SMOLLM2 | LONG)
 LARGE = Model(name="Qwen2-7B shape", model_type="qwen2", shape=QWEN2_7B | LONG)

@@ -40,9 +40,9 @@ class Workload:
 
     mean_tokens         completions have so many on average, and end by themselves; None: all have new_tokens
     autocast            float32 weights under autocast to bfloat16
-    exact               strop's step is also measured with `exact`, which is its price
     rollout_dtype       of strop's rollouts
     rounds              at most, where a step takes seconds
+    beside              strop's step is also measured with other options: what they are called, and the options
     trl_micro_batches   TRL's: completions in one, None is all; empty: TRL is not measured, its step takes seconds
     """
 
@@ -57,9 +57,9 @@ class Workload:
     autocast: bool = False
     kl_coef: float = 0.04
     device: str = "cpu"
-    exact: bool = False
     rollout_dtype: str | None = None
     rounds: int = 7
+    beside: tuple[str, dict[str, Any]] | None = None
     trl_micro_batches: tuple[int | None, ...] = (None,)
 
     @property
@@ -100,6 +100,15 @@ TINY_QWEN2 = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN2_7B = {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+EXACT = "exact", {"exact": True}
+LONG_PROMPTS: dict[str, Any] = {
+    "beside": ("shared prefixes", {"share_prefixes": "always"}), "new_tokens": 256, "kl_coef": 0.0, "device": "cuda",
+    "model_type": "qwen2", "trl_micro_batches": (),
+}  # fmt: skip
 LONG: dict[str, Any] = {"prompt_tokens": 64, "new_tokens": 256, "device": "cuda"}
 ON_A_GPU = [
     Workload(name="Qwen2-0.5B shape", model_type="qwen2", shape=QWEN2, **LONG),
@@ -109,8 +118,17 @@ ON_A_GPU = [
         name="SmolLM2-135M shape, short", model_type="llama", shape=SMOLLM2, num_prompts=16, prompt_tokens=64,
         new_tokens=16, autocast=True, device="cuda",
     ),
-    Workload(name="Qwen2-0.5B shape, exact", model_type="qwen2", shape=QWEN2, exact=True, trl_micro_batches=(), **LONG),
-    Workload(name="SmolLM2-135M shape, exact", model_type="llama", shape=SMOLLM2, exact=True, trl_micro_batches=(), **LONG),
+    Workload(name="Qwen2-0.5B shape, exact", model_type="qwen2", shape=QWEN2, beside=EXACT, trl_micro_batches=(), **LONG),
+    *(
+        Workload(name=f"{name}, long prompts of {tokens:,}", shape=shape | {"max_position_embeddings": 16384},
+                 prompt_tokens=tokens, num_prompts=count, **LONG_PROMPTS)
+        for name, shape, count in (
+            ("Qwen2-0.5B shape", QWEN2, 4),
+            ("Qwen2-7B shape of 7 layers", QWEN2_7B | {"num_hidden_layers": 7}, 1),  # both sides fit beside each other
+        )
+        for tokens in (1024, 8192)
+    ),
+    Workload(name="SmolLM2-135M shape, exact", model_type="llama", shape=SMOLLM2, beside=EXACT, trl_micro_batches=(), **LONG),
 ]  # fmt: skip
 SMALL: dict[str, Any] = {
     "model_type": "llama", "shape": SMOLLM2, "num_prompts": 4, "group_size": 4, "kl_coef": 0.0, "rounds": 3,
@@ -121,7 +139,12 @@ ON_A_CPU = [
     Workload(name="SmolLM2-135M shape", **SMALL, prompt_tokens=36),
     Workload(name="SmolLM2-135M shape, rollouts in bfloat16", **SMALL, prompt_tokens=36, rollout_dtype="bfloat16"),
     Workload(name="SmolLM2-135M shape, long prompts", **SMALL | {"num_prompts": 1, "group_size": 8}, prompt_tokens=256),
-]
+    Workload(  # a vocabulary that is as small a part of the model as in all 30 layers
+        name="SmolLM2-135M shape of 4 layers, long prompts", model_type="llama", num_prompts=1, prompt_tokens=512, new_tokens=64,
+        shape=SMOLLM2 | {"num_hidden_layers": 4, "vocab_size": 6554}, trl_micro_batches=(),
+        beside=("each reads its prompt", {"share_prefixes": "never"}),
+    ),
+]  # fmt: skip
 
 
 def reward(completion_ids: Any, **columns: Any) -> list[float]:

@@ -2,9 +2,9 @@
 
 On a GPU with the shapes of Qwen2-0.5B and SmolLM2-135M in bfloat16: full completions of 256 tokens, lengths that vary (96 on
 average, see `step_contenders.raise_the_end`), and short ones with float32 weights under autocast; and strop against itself with
-`exact`, alone by `strop bench step --only exact`. Without a GPU the tiny
-MoE, strop on its native engine and TRL on transformers' Mixtral, a tiny Qwen2, and the shape of SmolLM2-135M in float32: short
-prompts, these with rollouts in bfloat16, and one long prompt. The tokens each side made are recorded.
+`exact`, alone by `strop bench step --only exact`, and with shared prefixes, by `strop bench step --only 'long prompts'`. Without
+a GPU the tiny MoE, strop on its native engine and TRL on transformers' Mixtral, a tiny Qwen2, and the shape of SmolLM2-135M in
+float32: short prompts, these with rollouts in bfloat16, and long prompts. The tokens each side made are recorded.
 
 Both sides take turns, a few steps at a time; the first of each turn is not counted. A step is from prompts to updated
 weights: generation, rewards, log-probs of the reference, forward, backward, AdamW. TRL's own phases are not told apart but for
@@ -53,9 +53,10 @@ class StepCase:
         """What makes each side; the first is the one others are compared with."""
         workload = self.workload
         sides: dict[str, Callable[[], Any]] = {"strop": lambda: contenders.strop_steps(workload, trainer())}
-        if workload.exact:
-            sides["strop, exact"] = lambda: contenders.strop_steps(
-                workload, contenders.strop_trainer(workload, exact=True)
+        if workload.beside is not None:
+            name, options = workload.beside
+            sides[f"strop, {name}"] = lambda: contenders.strop_steps(
+                workload, contenders.strop_trainer(workload, **options)
             )
         for count in workload.trl_micro_batches if contenders.trl_installed() else ():
             name = f"TRL, {count} at a time" if count else "TRL"

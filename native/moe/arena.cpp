@@ -14,10 +14,10 @@
 namespace strop::moe {
 namespace {
 
-constexpr size_t kLine = 64;            // alignment, and what may be read behind every piece
+constexpr size_t kLine = 64;            // alignment, and the bytes that may be read after every piece
 constexpr size_t kFirstBlock = 1 << 20;
 #if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kForbidden = 2 * kLine;  // between pieces, so that AddressSanitizer sees a step from one into the next
+constexpr size_t kForbidden = 2 * kLine;  // gap between pieces, so that AddressSanitizer detects an overrun into the next one
 #else
 constexpr size_t kForbidden = 0;
 #endif
@@ -53,7 +53,7 @@ Arena::~Arena() { Block::free_all(newest_); }
 void* Arena::take(size_t bytes) {
     const size_t size = rounded(bytes) + kLine + kForbidden;
     if (!newest_ || used_ + size > newest_->size) {
-        size_t block = capacity() > kFirstBlock ? capacity() : kFirstBlock;  // doubles the whole
+        size_t block = capacity() > kFirstBlock ? capacity() : kFirstBlock;  // doubles the total
         newest_ = Block::make(block > size ? block : size, newest_);
         used_ = 0;
     }
@@ -75,7 +75,7 @@ void Arena::reset() {
 
 Arena::Mark Arena::mark() const { return {newest_, used_}; }
 void Arena::release(const Mark& mark) {
-    used_ = mark.block == newest_ ? mark.used : 0;  // a block that came after the mark holds nothing from before it
+    used_ = mark.block == newest_ ? mark.used : 0;  // a block allocated after the mark holds nothing from before it
     if (newest_) STROP_FORBID(newest_->data() + used_, newest_->size - used_);
 }
 

@@ -1,12 +1,12 @@
-// Memory of one pass: taken piece by piece, given back all at once, kept for the next pass.
+// The memory of one pass: allocated piece by piece, freed all at once, and reused by the next pass.
 #pragma once
 
 #include <cstddef>
 
 namespace strop::moe {
 
-// A pass that is larger than any before it takes further blocks from the system; `reset` melts them into one. So from the
-// second pass of a size on nothing is allocated. Every member is compiled once, in arena.cpp (see simd.h).
+// A pass larger than all earlier ones allocates further blocks, and `reset` replaces them by one large block. So a second pass
+// of the same size allocates nothing. Every member is compiled once, in arena.cpp (see simd.h).
 class Arena {
   public:
     Arena() noexcept;
@@ -18,7 +18,7 @@ class Arena {
     void* take(size_t bytes);
     void reset();
 
-    // What was taken since `mark` is given back, as far as it stands in the newest block; `reset` does the rest.
+    // Frees what was allocated since `mark`, as far as it lies in the newest block; `reset` frees the rest.
     struct Mark {
         void* block;
         size_t used;
@@ -30,7 +30,7 @@ class Arena {
   private:
     struct Block;
     Block* newest_ = nullptr;
-    size_t used_ = 0;  // of the newest block
+    size_t used_ = 0;  // bytes used in the newest block
 };
 
 template <class T>

@@ -2,8 +2,8 @@
 //
 // y = attend(RoPE(x·Wqᵀ), RoPE(x·Wkᵀ), x·Wvᵀ)·Woᵀ
 //
-// A query meets the keys in blocks of kBlock positions counted from 0, so the order of its sums depends on its position
-// alone: prefill, decoding and training give the same bits. The softmax is rescaled from block to block.
+// A query processes the keys in blocks of kBlock positions counted from 0, so the order of its sums depends only on its position:
+// prefill, decoding and training give the same bits. The softmax is rescaled from block to block.
 #include "layers.h"
 #include "linear.h"
 
@@ -11,7 +11,7 @@ namespace strop::STROP_ISA {
 namespace {
 
 constexpr size_t kBlock = 256;     // keys
-constexpr size_t kHeads = 8;       // query heads that share a visit of the keys
+constexpr size_t kHeads = 8;       // query heads that are processed together for each block of keys
 constexpr size_t kTaskTokens = 4;  // queries of a task
 
 template <class T>
@@ -19,7 +19,7 @@ inline T exp_of(T x) {
     return exp_to_one<T>(broadcast<T>(x))[0];
 }
 
-// p = exp(s/√C − max) over n keys, in place; the running maximum, and the sum that the lanes make.
+// Replaces s by p = exp(s/√C − max) for n keys; updates the running maximum and the sum in each lane.
 template <class T>
 inline T exponentials(size_t n, T scale, T* s, T* max) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -40,7 +40,7 @@ inline T exponentials(size_t n, T scale, T* s, T* max) {
     return sum_lanes<T>(sum);
 }
 
-// One token, `heads` of the query heads of one key/value head: context_HC = softmax(q·kᵀ/√C over keys ≤ position)·v
+// For one token and `heads` query heads of one key/value head: context_HC = softmax(q·kᵀ/√C over keys ≤ position)·v
 template <class T>
 void attend_token(size_t C, size_t heads, size_t num_keys, const T* q, const T* keys_CS, const T* values_SC, size_t S,
                   T* context_HC, T* max_H, T* sum_H) {
@@ -89,7 +89,7 @@ void attend(const Config& c, const Tokens& tokens, const Strip& strip, BlockSave
     });
 }
 
-// Rotated keys and values of one strip to their places in all rows they belong to.
+// Copies the rotated keys and values of one strip to all rows that have these tokens.
 template <class T>
 void store_keys_values(const Config& c, const Tokens& tokens, const Strip& strip, const T* k_ON, const T* v_ON, const KeysValues<T>& kv) {
     const int32_t *rows = tokens.rows_N + strip.first, *positions = tokens.positions_N + strip.first;
@@ -97,7 +97,7 @@ void store_keys_values(const Config& c, const Tokens& tokens, const Strip& strip
         const T *from_k = k_ON + k * c.C * kPanel, *from_v = v_ON + k * c.C * kPanel;
         for (size_t t = 0; t < strip.tokens;) {
             const size_t last_row = tokens.end(strip.first + t);
-            size_t end = t + 1;  // a run of tokens of the same rows
+            size_t end = t + 1;  // consecutive tokens that belong to the same rows
             while (end < strip.tokens && rows[end] == rows[t] && tokens.end(strip.first + end) == last_row) ++end;
             for (size_t row = rows[t]; row < last_row; ++row) {
                 T* key = kv.keys + (row * c.K + k) * c.C * kv.S + positions[t];

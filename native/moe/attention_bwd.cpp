@@ -1,27 +1,27 @@
 // Backward of attention.cpp: through Wo, the softmax, the rotation, and Wq, Wk, Wv.
 //
-// Probabilities are computed again from q, k and the saved maximum and sum of each query, a block of queries at a time.
+// Probabilities are recomputed from q, k and the saved maximum and sum of each query, for a block of queries at a time.
 #include "layers.h"
 #include "linear.h"
 
 namespace strop::STROP_ISA {
 namespace {
 
-constexpr size_t kQueries = 64;   // of a block
-constexpr size_t kWorkers = 32;   // tasks at most, each with scratch of its own
+constexpr size_t kQueries = 64;   // queries of a block
+constexpr size_t kWorkers = 32;   // the most tasks, each with its own scratch memory
 
-// One row of a batch and one query head. q, dcontext and dq are rows of `stride`, at this head; keys of `offset` tokens that
-// rows before this one brought stand before those of its own `tokens`.
+// One row of a batch and one query head. q, dcontext and dq point to this head in rows of `stride`; the keys of `offset` tokens
+// shared with earlier rows come before those of the row's own `tokens`.
 template <class T>
 struct HeadRow {
     size_t C, offset, tokens, S, stride, H;
     const T *q_TC, *dcontext_TC;
     const T *max_TH, *sum_TH;
     const T *keys_CS, *keys_SC, *values_CS;
-    T *dq_TC, *dk_SC, *dv_SC;  // dk and dv: what this head sends to its keys and values
+    T *dq_TC, *dk_SC, *dv_SC;  // dk and dv: this head's gradients of its keys and values
 };
 
-// p_ts and dL/dscore_ts of queries [first, first + n) over the keys up to the last of them.
+// Computes p_ts and dL/dscore_ts of queries [first, first + n) for the keys up to the last query.
 template <class T>
 void scores_bwd(const HeadRow<T>& r, size_t first, size_t n, T* p_TS, T* ds_TS) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -68,11 +68,11 @@ void attend_bwd(const HeadRow<T>& r, T* p_TS, T* ds_TS) {
     }
 }
 
-// Rows of the pass as attention's backward needs them.
+// The rows of the pass in the layouts that attention's backward needs.
 template <class T>
 struct Rows {
     T *n1_ND, *q_NO, *dcontext_NO, *dq_NO;   // token by token
-    T *keys, *values;                        // keys_BKSC, values_BKCS: the other way round than saved
+    T *keys, *values;                        // keys_BKSC, values_BKCS: transposed from the saved ones
     T *dk_BHSC, *dv_BHSC;
 };
 
@@ -137,7 +137,7 @@ void attend_bwd_all(Pass<T>& pass, const BlockSaved<T>& saved, const Rows<T>& ro
     });
 }
 
-// What token n's key or value receives: Σ over the rows that have it and the query heads of its key/value head.
+// Returns the gradient of token n's key or value: Σ over the rows that have it and the query heads of its key/value head.
 template <class T>
 void sum_heads(const Config& c, const Tokens& tokens, size_t S, const T* d_BHSC, size_t n, T* sum_KC) {
     const size_t G = c.H / c.K, Cp = padded(c.C);

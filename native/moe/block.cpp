@@ -23,7 +23,7 @@ void take_block(Pass<T>& pass, BlockSaved<T>& s) {
     s.total_N = take<T>(arena, tokens);
     s.experts_NJ = take<int32_t>(arena, N * c.J);
 
-    const size_t expert_panels = N * c.J / kPanel + smaller(c.E, N * c.J);  // at most: every expert's last panel may be short
+    const size_t expert_panels = N * c.J / kPanel + smaller(c.E, N * c.J);  // an upper bound: every expert's last panel may be incomplete
     s.groups.experts = take<int32_t>(arena, expert_panels);
     s.groups.counts = take<int32_t>(arena, expert_panels);
     s.groups.tokens_A = take<int32_t>(arena, expert_panels * kPanel);
@@ -38,7 +38,7 @@ void take_block(Pass<T>& pass, BlockSaved<T>& s) {
 
 namespace {
 
-// Whether no row has tokens in two strips: then a strip's queries meet only keys of that strip, or of a cache.
+// Returns whether no row has tokens in two strips. Then a strip's queries need only keys of that strip, or of a cache.
 bool rows_in_one_strip(const Tokens& tokens, size_t size) {
     if (tokens.ends_N) return false;
     for (size_t n = size; n < tokens.N; n += size)
@@ -46,7 +46,7 @@ bool rows_in_one_strip(const Tokens& tokens, size_t size) {
     return true;
 }
 
-// The last token of each row, in panels of their own.
+// Collects the last token of each row in new panels.
 template <class T>
 T* take_last(const Tokens& tokens, size_t features, const T* x_DN, Arena& arena) {
     T* last_DB = take_panels<T>(arena, features, panels_of(tokens.B));
@@ -77,7 +77,7 @@ void go_on_with_last(Pass<T>& pass, BlockSaved<T>& saved) {
 
 }  // namespace
 
-// A parallel region takes a strip as far as it goes without the others: to its keys, to its choice of experts.
+// A parallel region processes a strip until it needs results of other strips: their keys, or their choices of experts.
 template <class T>
 void block(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>* before, bool narrow, BlockSaved<T>& saved) {
     const Config& c = *pass.config;

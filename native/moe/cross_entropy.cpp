@@ -1,6 +1,6 @@
 // Cross-entropy, the mean over the targets that count.
 //
-// L = −(1/M)·Σ_{n counts} log softmax(logits_n)[target_n],  M how many count
+// L = −(1/M)·Σ_{n counts} log softmax(logits_n)[target_n],  M the number that count
 #include "layers.h"
 
 namespace strop::STROP_ISA {
@@ -10,7 +10,7 @@ double cross_entropy(size_t V, size_t N, const Targets& targets, Arena& arena, T
     constexpr size_t lanes = Lanes<T>::count;
     const size_t vectors = (N + lanes - 1) / lanes;
     double* losses_N = take<double>(arena, N);
-    parallel_for(vectors, [&](size_t vector) noexcept {  // a task has one vector of tokens and all of their logits
+    parallel_for(vectors, [&](size_t vector) noexcept {  // a task processes one vector of tokens with all their logits
         const size_t first = vector * lanes, count = smaller(N - first, lanes);
         T* z = panel_of(logits_VN, V, first / kPanel) + first % kPanel;
         VecOf<T> share{};                                                                   // 1/M where the target counts

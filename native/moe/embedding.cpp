@@ -9,7 +9,7 @@ void embedding(const Config& c, const T* w_VD, const Tokens& tokens, const Strip
     to_lanes<T>(c.D, strip.tokens, [&](size_t i) { return w_VD + ids[i] * c.D; }, strip_of(x_DN, c.D, strip));
 }
 
-// dL/dW[v] = Σ_{n: token_n = v} dx_n, in the order of the tokens. A task has some of the features of every token.
+// dL/dW[v] = Σ_{n: token_n = v} dx_n, in token order. A task computes some features of every token.
 template <class T>
 void embedding_bwd(const Config& c, const Tokens& tokens, const T* dx_DN, bool add, Arena& arena, T* dw_VD) {
     constexpr size_t lanes = Lanes<T>::count;

@@ -31,14 +31,14 @@ Weights<T> by_name(const Config& config, const std::vector<T*>& arrays, std::vec
     return weights;
 }
 
-// 0, 1, 2, …: the rows of logits when each row of a batch has one token.
+// Returns 0, 1, 2, …: the rows of logits if each row of a batch has one token.
 int64_t* row_numbers(size_t B, Arena& arena) {
     int64_t* rows_B = take<int64_t>(arena, B);
     for (size_t b = 0; b < B; ++b) rows_B[b] = static_cast<int64_t>(b);
     return rows_B;
 }
 
-// Where the real tokens of each row stand, up to the last that counts; rows in the order of their tokens.
+// Returns the places of each row's real tokens, up to the last that counts, with rows sorted by their tokens.
 std::vector<std::vector<int64_t>> scored_tokens(const Batch& batch, const uint8_t* counts_BT) {
     std::vector<std::vector<int64_t>> rows(batch.B);
     for (size_t b = 0; b < batch.B; ++b) {
@@ -142,7 +142,7 @@ template <class T>
 Engine<T>::Engine(const Config& config, double rope_theta, size_t max_seq_len, const std::vector<T*>& weights)
     : config_(config), rope_theta_(rope_theta), max_seq_len_(max_seq_len), weights_(by_name(config, weights, layers_)) {}
 
-// The table grows with the positions asked for; passes keep the one they started with.
+// The table grows with the largest position; a running pass keeps the table it started with.
 template <class T>
 std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t positions) {
     const size_t P = config_.C / 2;
@@ -161,7 +161,7 @@ std::shared_ptr<std::vector<T>> Engine<T>::rope_table(size_t positions) {
     return rope_ = table;
 }
 
-// The real tokens of a batch, positions counted from 0, or from behind what is held.
+// Collects the real tokens of a batch; positions count from 0, or from the number of cached tokens.
 template <class T>
 std::unique_ptr<OwnedPass<T>> Engine<T>::start(const Batch& batch, bool saving, size_t row_step, const int64_t* held_B) {
     auto owned = std::make_unique<OwnedPass<T>>(arenas_);
@@ -245,8 +245,8 @@ double Engine<T>::loss_and_grads(const Batch& batch, const int64_t* targets_BT, 
                                   by_name(config_, grads, layers));
 }
 
-// Of each row the tokens before the last that counts. Rows go in the order of their tokens, so that those which begin alike are neighbours,
-// wherever they stand in the batch; what a row has in common with the one before it is there already.
+// Collects each row's tokens before the last that counts. Rows are sorted by their tokens, so rows with a common prefix are
+// neighbours wherever they are in the batch. The prefix that a row shares with the one before it is stored once.
 template <class T>
 std::unique_ptr<OwnedPass<T>> Engine<T>::start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving) {
     auto owned = std::make_unique<OwnedPass<T>>(arenas_);
@@ -257,7 +257,7 @@ std::unique_ptr<OwnedPass<T>> Engine<T>::start_scores(const Batch& batch, const 
     int32_t *rows = take<int32_t>(arena, most), *positions = take<int32_t>(arena, most), *ends = take<int32_t>(arena, most);
     int32_t *offsets = take<int32_t>(arena, B), *from = take<int32_t>(arena, most);
     const std::vector<std::vector<int64_t>> scored = scored_tokens(batch, counts_BT);
-    std::vector<int32_t> row, before;  // the tokens of this row and of the one before it: where they stand in ids
+    std::vector<int32_t> row, before;  // places in ids of the tokens of this row and of the one before it
     size_t n = 0, m = 0, longest = 1;
     for (size_t b = 0; b < B; ++b) {
         std::swap(row, before);

@@ -1,4 +1,4 @@
-// The transformer as an object: its weights by reference, memory that is kept between passes, caches.
+// The transformer as an object: references to its weights, memory reused between passes, and KV caches.
 #pragma once
 
 #include <functional>
@@ -10,15 +10,15 @@
 
 namespace strop::moe {
 
-// Elements of every parameter, in the order they come in.
+// Returns the number of elements of every parameter, in the order of the constructor's arguments.
 std::vector<size_t> parameter_sizes(const Config& config);
 
-// Arenas that wait for the next pass. Passes may run at the same time, each with one of its own.
+// Arenas for future passes. Passes may run at the same time, each with its own arena.
 class Arenas {
   public:
     std::unique_ptr<Arena> borrow();
     void give_back(std::unique_ptr<Arena> arena);
-    size_t capacity();  // bytes that wait here
+    size_t capacity();  // bytes in the unused arenas
 
   private:
     std::mutex mutex_;
@@ -32,19 +32,19 @@ struct Batch {
     size_t B, T;
 };
 
-// Keys and values of B rows in every layer.
+// The keys and values of B rows, for every layer.
 template <class T>
 class Cache {
   public:
     Cache(const Config& config, size_t B, size_t capacity);
     Cache select_rows(const int64_t* rows, size_t count) const;
-    // The first `length` tokens of a row of another cache, of any capacity, become those of row `to`.
+    // Copies the first `length` tokens of a row of another cache, of any capacity, to row `to`.
     void copy_row(size_t to, const Cache& from, size_t row, size_t length);
     std::vector<KeysValues<T>> layers();
     size_t rows() const { return B_; }
     size_t capacity() const { return capacity_; }
 
-    // Elements of a row in one layer; the layers of a cache that stands in `data`.
+    // Returns the elements per row of one layer; returns views of the layers of a cache stored in `data`.
     static size_t row_elements(const Config& config, size_t S) { return config.K * S * (config.C + padded(config.C)); }
     static std::vector<KeysValues<T>> layers_in(T* data, const Config& config, size_t B, size_t S);
 
@@ -54,7 +54,7 @@ class Cache {
     std::unique_ptr<T[]> data_;  // [layer][keys of every row, values of every row]
 };
 
-// A pass with the memory it stands in, which goes back when the pass ends.
+// A pass and its memory, which is returned to the pool when the pass ends.
 template <class T>
 struct OwnedPass {
     OwnedPass(std::shared_ptr<Arenas> arenas);
@@ -65,25 +65,25 @@ struct OwnedPass {
     std::unique_ptr<Arena> arena;
     std::shared_ptr<std::vector<T>> rope;
     Pass<T> pass{};
-    int64_t* rows_N = nullptr;  // of the batch with its padding, flattened: where token n stands
+    int64_t* rows_N = nullptr;  // place of token n in the flattened batch with padding
     Transposed<T> transposed{};
     Scores<T> scores{};  // of `logps_saved`
 };
 
-// What is wanted of `generate` and where it goes. Rows are the prompts', num_samples of each next to each other.
+// The options of `generate` and the arrays for its results. Each prompt has num_samples consecutive rows.
 struct Completion {
-    size_t capacity;  // tokens of the longest row when it is finished
+    size_t capacity;  // tokens of the longest finished row
     size_t max_new_tokens, num_samples;
     Sampling rule;
     const int64_t* ends;  // tokens that end a row
     size_t num_ends;
     const double* uniforms_BT;
-    int64_t* tokens_BT;  // left alone behind the end of a row, as are logps
+    int64_t* tokens_BT;  // not written after the end of a row; the same holds for logps
     double* logps_BT;
     int64_t* lengths_B;
 };
 
-// Rows of a batch are rows of a cache, which has held_B[b] tokens of row b; those of the batch follow and are added.
+// A batch whose rows continue those of a cache. The cache holds held_B[b] tokens of row b; the batch's tokens are appended.
 template <class T>
 struct Held {
     Cache<T>& cache;
@@ -96,31 +96,31 @@ class Engine {
     // weights: every parameter in the order of MoEConfig.parameter_shapes(). They must outlive the engine.
     Engine(const Config& config, double rope_theta, size_t max_seq_len, const std::vector<T*>& weights);
 
-    // Logits at padding are left alone.
+    // Logits at padding are not written.
     void forward(const Batch& batch, T* logits_BTV);
     std::unique_ptr<OwnedPass<T>> forward_saved(const Batch& batch, T* logits_BTV);
     void backward(OwnedPass<T>& saved, const T* dlogits_BTV, double daux, const std::vector<T*>& grads);
     double loss_and_grads(const Batch& batch, const int64_t* targets_BT, const uint8_t* counts_BT, double aux_coef,
                           const std::vector<T*>& grads);
-    // Log-probs of the tokens that count under softmax(logits/temperature), each after the tokens before it in its row, and the entropies
-    // there; elsewhere both are left alone. What rows have in common at their beginning is computed once, and nothing behind the last
-    // token that counts.
+    // Writes the log-probs of the tokens that count under softmax(logits/temperature), given the earlier tokens of their rows, and
+    // the entropies; both are not written elsewhere. A prefix that rows share is computed once. Tokens after the last one that
+    // counts are not computed.
     void logps(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT, double* entropy_BT);
     std::unique_ptr<OwnedPass<T>> logps_saved(const Batch& batch, const uint8_t* counts_BT, double temperature, double* logps_BT,
                                               double* entropy_BT);
     // dentropy may be null: zeros.
     void logps_backward(OwnedPass<T>& saved, const double* dlogps_BT, const double* dentropy_BT, const std::vector<T*>& grads);
-    // The logits after each row's last token.
+    // Writes the logits after each row's last token.
     void prefill(const Batch& batch, const Held<T>& held, T* logits_BV);
-    // False, with what there is by then, where `going_on`, asked before every further token, says no.
-    // held may be null; otherwise num_samples is 1, and the cache has in the end all of each row but its last token.
+    // Calls `going_on` before every further token. If it returns false, generate stops with the tokens so far and returns false.
+    // held may be null; otherwise num_samples is 1, and the cache holds at the end all of each row except its last token.
     bool generate(const Batch& prompts, const Completion& wanted, const Held<T>* held, const std::function<bool()>& going_on);
 
     const Config& config() const { return config_; }
     size_t workspace_bytes() { return arenas_->capacity(); }
 
   private:
-    // Row b of the batch is row b·row_step of the caches, and follows the first held_B[b] tokens there (null: none).
+    // Row b of the batch is row b·row_step of the caches, after the first held_B[b] tokens there (null: none).
     std::unique_ptr<OwnedPass<T>> start(const Batch& batch, bool saving, size_t row_step = 1, const int64_t* held_B = nullptr);
     std::unique_ptr<OwnedPass<T>> start_scores(const Batch& batch, const uint8_t* counts_BT, bool saving);
     std::unique_ptr<OwnedPass<T>> score(const Batch& batch, const uint8_t* counts_BT, double temperature, bool saving, double* logps_BT,
@@ -135,7 +135,7 @@ class Engine {
     Weights<T> weights_;
     std::shared_ptr<Arenas> arenas_ = std::make_shared<Arenas>();
     std::mutex rope_mutex_;
-    std::shared_ptr<std::vector<T>> rope_;  // cos of every position, then sin
+    std::shared_ptr<std::vector<T>> rope_;  // cosines of all positions, then the sines
 };
 
 }  // namespace strop::moe

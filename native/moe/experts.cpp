@@ -1,4 +1,4 @@
-// Experts: SwiGLU feed-forwards. y = swiglu(x·Wgᵀ, x·Wuᵀ)·Wdᵀ on the tokens that each was given.
+// Experts: SwiGLU feed-forwards, y = swiglu(x·Wgᵀ, x·Wuᵀ)·Wdᵀ for the tokens assigned to each.
 #include "layers.h"
 #include "linear.h"
 
@@ -23,7 +23,7 @@ inline void swiglu(size_t rows, size_t columns, const T* gate, const T* up, size
         }
 }
 
-// Of one token: dgate, dup and h again from dh, gate and up; rows are padded to whole vectors.
+// Computes dgate, dup and the recomputed h of one token from dh, gate and up; rows are padded to whole vectors.
 template <class T>
 inline void swiglu_bwd(size_t F, const T* dh_F, const T* gate_F, const T* up_F, T* dgate_F, T* dup_F, T* h_F) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -41,7 +41,7 @@ size_t tokens_of(const Groups& groups, size_t e) {
     return first == last ? 0 : (last - first - 1) * kPanel + static_cast<size_t>(groups.counts[last - 1]);
 }
 
-// What `experts` saved, the other way round, in the rows of gate_up_A2F.
+// Transposes what `experts` saved into the rows of gate_up_A2F.
 template <class T>
 T* take_gate_up_rows(const Config& c, const Groups& groups, const T* gate_up_2FA, Arena& arena) {
     const size_t F = c.F, Fp = padded(F), stride = spread(2 * Fp);
@@ -78,7 +78,7 @@ void experts(Pass<T>& pass, const LayerWeights<T>& w, BlockSaved<T>& saved) {
                                     groups.counts[panel], pass.saving ? panel_of(saved.gate_up_2FA, 2 * F, panel) : nullptr);
     for_rows_of(products, groups.num_panels, [&](size_t panel, size_t first, size_t last) {
         constexpr size_t kRows = 24;
-        T unsaved[2 * kRows * kPanel];  // gate and up stay in the nearest cache where no backward will ask for them
+        T unsaved[2 * kRows * kPanel];  // without a backward, gate and up stay in the first-level cache
         for (size_t f = first; f < last; f += kRows) {
             Product<T> gate = products[panel];
             gate.M = smaller(last - f, kRows);
@@ -157,18 +157,18 @@ void experts_by_rows(Pass<T>& pass, const typename Transposed<T>::Layer& w, Bloc
 
 namespace {
 
-// The backward takes some assignments of one expert and some of its features at a time, so that all it makes of them stays in the
-// second-level cache until the last product has read it.
+// The backward processes some assignments of one expert and some of its features at a time, so that the intermediate results
+// stay in the second-level cache until the last product has read them.
 constexpr size_t kRows = 96, kFeatures = 256;
-constexpr size_t kWorkers = 32;  // tasks at most, each with scratch of its own
+constexpr size_t kWorkers = 32;  // the most tasks, each with its own scratch memory
 
-// Assignments of one expert whose weight gradients are summed by themselves; where it has several such, they are added up in order.
+// A chunk of one expert's assignments, with its own sum of the weight gradients. Several chunks of an expert are added in order.
 struct Chunk {
     size_t expert, first, count;
-    bool is_all;  // of the expert
+    bool is_all;  // whether the chunk has all assignments of the expert
 };
 
-// How they are cut depends on their number alone.
+// The cut into chunks depends only on the number of assignments.
 size_t take_chunks(const Config& c, const Groups& groups, Arena& arena, Chunk** chunks) {
     const size_t A = groups.num_panels * kPanel, most = A / 8 < 128 ? 128 : smaller(A / 8, 512);
     *chunks = take<Chunk>(arena, A / most + c.E);
@@ -196,11 +196,11 @@ struct ExpertsBwd {
 template <class T>
 struct ExpertScratch {
     static constexpr size_t both_row = 2 * kFeatures + kPad, row = kFeatures + kPad;
-    T dgate_up[kRows * both_row];  // gate, then up from kFeatures on
+    T dgate_up[kRows * both_row];  // the gate, then up at kFeatures
     T dh[kRows * row], h[kRows * row];
 };
 
-// Of assignments [a, a + n) and features [f, f + width). The weights' gradients go on from what is there where `add`.
+// Processes assignments [a, a + n) and features [f, f + width). With `add` the weights' gradients are added to the existing ones.
 template <class T>
 void expert_bwd(const ExpertsBwd<T>& of, size_t e, size_t a, size_t n, size_t f, size_t width, bool add, ExpertScratch<T>& s, T* dgate_up_2FD,
                 T* ddown_DF) {
@@ -233,7 +233,7 @@ void expert_bwd(const ExpertsBwd<T>& of, size_t e, size_t a, size_t n, size_t f,
     }
 }
 
-// dL/d expert_j(x_n) = w_nj·dy_n and x_n of a chunk's assignments, then its part of every gradient.
+// Computes dL/d expert_j(x_n) = w_nj·dy_n and x_n of a chunk's assignments, then the chunk's part of every gradient.
 template <class T>
 void chunk_bwd(const ExpertsBwd<T>& of, const Chunk& chunk, ExpertScratch<T>& scratch, T* dgate_up_2FD, T* ddown_DF) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -251,7 +251,7 @@ void chunk_bwd(const ExpertsBwd<T>& of, const Chunk& chunk, ExpertScratch<T>& sc
                        ddown_DF);
 }
 
-// The weights of the way down as they are stored, in panels of 64 features.
+// Copies the down projections into panels of 64 features.
 template <class T>
 T* take_down_panels(const Config& c, const T* down_EDF, Arena& arena) {
     const size_t D = c.D, F = c.F, panels = panels_of(F);
@@ -264,7 +264,7 @@ T* take_down_panels(const Config& c, const T* down_EDF, Arena& arena) {
     return to;
 }
 
-// Where an expert's chunks were summed apart: to = Σ parts, in order. An expert without tokens has zeros.
+// Adds the sums of an expert's chunks in order: to = Σ parts. An expert without tokens gets zeros.
 template <class T>
 void add_parts(const Config& c, const Chunk* chunks, size_t count, const T* parts, size_t part_size, const LayerWeights<T>& grads) {
     constexpr size_t kElements = 4096;
@@ -274,7 +274,7 @@ void add_parts(const Config& c, const Chunk* chunks, size_t count, const T* part
         size_t part = 0;
         while (part < count && chunks[part].expert != e) ++part;
         if (part < count && chunks[part].is_all) return;
-        for (size_t i = first; i < last;) {  // a block may reach from one array into the other
+        for (size_t i = first; i < last;) {  // a block may span both arrays
             const bool is_down = i >= gate_up;
             T* to = is_down ? grads.down_EDF + e * c.D * c.F + (i - gate_up) : grads.gate_up_E2FD + e * gate_up + i;
             const size_t n = smaller(last, is_down ? part_size : gate_up) - i;
@@ -288,7 +288,7 @@ void add_parts(const Config& c, const Chunk* chunks, size_t count, const T* part
 
 }  // namespace
 
-// Tokens are rows here: an expert's few tokens leave no lane idle, and the weights are read as they are stored.
+// Tokens are rows here, so an expert with few tokens still uses all lanes, and the weights are read as they are stored.
 template <class T>
 void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& saved, const T* dy_ND, T* dx_AD, const LayerWeights<T>& grads) {
     const Config& c = *pass.config;
@@ -298,7 +298,7 @@ void experts_bwd(Pass<T>& pass, const LayerWeights<T>& w, const BlockSaved<T>& s
     T* weights_A = take<T>(arena, A);
     for (size_t i = 0; i < pass.tokens.N * c.J; ++i) weights_A[groups.assignments_NJ[i]] = saved.weights_NJ[i];
     const T* gate_up_A2F = saved.gate_up_A2F ? saved.gate_up_A2F : take_gate_up_rows(c, groups, saved.gate_up_2FA, arena);
-    const bool worth_panels = pass.tokens.N * c.J >= c.E * kPanel;  // their making is soon paid for
+    const bool worth_panels = pass.tokens.N * c.J >= c.E * kPanel;  // enough tokens to pay for making them
     const ExpertsBwd<T> of{c.D, c.F, w, gate_up_A2F, worth_panels ? take_down_panels(c, w.down_EDF, arena) : nullptr, dy_ND, saved.n2_ND, weights_A, groups.tokens_A,
                            take<T>(arena, A * padded(c.D)), take<T>(arena, A * padded(c.D)), dx_AD};
     Chunk* chunks;

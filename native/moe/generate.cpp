@@ -1,6 +1,6 @@
-// Completions of prompts, token after token, without a way back to Python in between.
+// Completions of prompts, token by token, without returning to Python in between.
 //
-// The weights do not change meanwhile, so the largest of them are transposed once; see Transposed.
+// The weights do not change meanwhile, so the largest ones are transposed once; see Transposed.
 #include <algorithm>
 
 #include "../dispatch.h"
@@ -10,9 +10,9 @@
 namespace strop::moe {
 namespace {
 
-constexpr size_t kWorthTransposing = 4;  // new tokens of a row
+constexpr size_t kWorthTransposing = 4;  // new tokens per row that make transposing pay off
 
-// The rows that are not finished: their places among all rows, and the tokens they go on with.
+// The unfinished rows: their indices among all rows, and their newest tokens.
 struct Going {
     size_t count;
     int32_t *rows, *positions;
@@ -33,7 +33,7 @@ Going all_rows(const Tokens& prompts, size_t num_samples, Arena& arena) {
     return going;
 }
 
-// Writes down the tokens of one step and leaves those rows that they do not end.
+// Stores the tokens of one step and keeps only the rows that are not finished.
 void append(const Completion& wanted, size_t step, const int64_t* tokens, const double* logps, Going& going) {
     size_t kept = 0;
     for (size_t i = 0; i < going.count; ++i) {
@@ -50,7 +50,7 @@ void append(const Completion& wanted, size_t step, const int64_t* tokens, const 
     going.count = kept;
 }
 
-// A prompt was read once, into the first row of its samples: to the others with it.
+// Copies a prompt's keys and values from the first row of its samples to the others; a prompt is read once.
 template <class T>
 void fan_out(const Config& c, const std::vector<KeysValues<T>>& caches, size_t B, size_t num_samples, T* logits_BV) {
     for (size_t b = B; num_samples > 1 && b-- > 0;)

@@ -1,4 +1,4 @@
-// Between tokens as lanes (panels) and tokens as rows. Data is moved, never computed with.
+// Conversion between panels, where tokens are lanes, and rows of tokens. This file moves data and computes nothing.
 #pragma once
 
 #include "../simd.h"
@@ -18,7 +18,7 @@ struct MakeIndices<0, i...> {
     using type = Indices<i...>;
 };
 
-// One step of a transpose: of two rows that are `width` apart, the blocks beside the diagonal change places.
+// One step of a transpose: swaps the off-diagonal blocks of two rows that are `width` apart.
 template <class T, size_t width, bool second, size_t... j>
 static inline VecOf<T> swapped(VecOf<T> a, VecOf<T> b, Indices<j...>) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -39,7 +39,7 @@ static inline void transpose_block(VecOf<T> (&v)[Lanes<T>::count]) {
     if constexpr (width > 1) transpose_block<T, width / 2>(v);
 }
 
-// to[d·stride + i] = row(i)[d] for i < count. Lanes after the last token, up to a whole vector, become 0.
+// Sets to[d·stride + i] = row(i)[d] for i < count. Lanes after the last token, up to a whole vector, become 0.
 template <class T, class Row>
 static inline void to_lanes(size_t features, size_t count, Row&& row, T* to, size_t stride = kPanel) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -59,7 +59,7 @@ static inline void to_lanes(size_t features, size_t count, Row&& row, T* to, siz
         }
 }
 
-// row(i)[d] = from[d·stride + i] for i < count.
+// Sets row(i)[d] = from[d·stride + i] for i < count.
 template <class T, class Row>
 static inline void to_rows(size_t features, size_t count, const T* from, Row&& row, size_t stride = kPanel) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -81,7 +81,7 @@ static inline void to_rows(size_t features, size_t count, const T* from, Row&& r
 
 static inline size_t tokens_in_panel(size_t N, size_t panel) { return smaller(N - panel * kPanel, kPanel); }
 
-// The tokens a task takes: whole vectors of every instruction set, all in one panel.
+// The tokens of one task: a multiple of every vector width, all in one panel.
 struct Strip {
     static constexpr size_t size = 16;
     size_t panel, column;  // where it starts in its panel
@@ -93,14 +93,14 @@ static inline Strip strip_at(size_t N, size_t index, size_t size = Strip::size) 
     return {first / kPanel, first % kPanel, first, smaller(N - first, size)};
 }
 
-// Tokens of a task that has products in it. The more tokens meet the weights at a time, the better; but every thread
-// shall have some. No result depends on it.
+// Returns the number of tokens per task for tasks with matrix products. More tokens per task reuse the weights better, but
+// every thread needs at least one task. No result depends on this number.
 static inline size_t tokens_per_task(size_t N) {
     const size_t threads = static_cast<size_t>(num_threads());
     return N >= 2 * kPanel * threads ? kPanel : N >= kPanel / 2 * threads ? kPanel / 2 : Strip::size;
 }
 
-// body(strip) for all tokens, in one parallel region.
+// Calls body(strip) for all tokens, in one parallel region.
 template <class Body>
 static void for_strips(size_t N, size_t size, Body&& body) {
     parallel_for(strips_of(N, size), [&](size_t task) noexcept { body(strip_at(N, task, size)); });
@@ -111,7 +111,7 @@ static inline T* strip_of(T* x, size_t features, const Strip& strip) {
     return x + strip.panel * features * kPanel + strip.column;
 }
 
-// Columns of a panel that are computed: whole vectors.
+// Returns the number of columns of a panel to compute, rounded up to whole vectors.
 template <class T>
 static inline size_t columns_of(size_t tokens) {
     constexpr size_t lanes = Lanes<T>::count;

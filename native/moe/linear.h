@@ -6,11 +6,11 @@
 
 namespace strop::STROP_ISA {
 
-// So many rows of a panel stay in the second-level cache while the weights pass by.
+// The number of rows of a panel that stay in the second-level cache while the weights are read.
 inline constexpr size_t kPanelRows = 512;
-inline constexpr size_t kLinearRows = 128;  // and of transposed weights in the first-level cache, for all rows of a task
+inline constexpr size_t kLinearRows = 128;  // the same for transposed weights in the first-level cache, for all rows of a task
 
-// y_ON = W·x_DN on one panel.
+// Computes y_ON = W·x_DN on one panel.
 template <class T>
 static inline Product<T> linear(const T* w_OD, size_t O, size_t D, const T* x_DN, size_t tokens, T* y_ON) {
     Product<T> p{O, columns_of<T>(tokens), D, w_OD, D, 1, x_DN, kPanel, y_ON, kPanel};
@@ -20,8 +20,8 @@ static inline Product<T> linear(const T* w_OD, size_t O, size_t D, const T* x_DN
     return p;
 }
 
-// The same with the weights transposed, for one panel of them: y_NO = x_ND·Wᵀ, `outputs` columns of it. The sum of an element
-// is the same chain.
+// The same with transposed weights, for one of their panels: y_NO = x_ND·Wᵀ, `outputs` columns. Each element is summed in the
+// same order.
 template <class T>
 static inline Product<T> linear_by_rows(const T* x_ND, size_t x_row, size_t D, const T* panel_DO, size_t outputs, size_t tokens, T* y_NO,
                                         size_t y_row) {
@@ -32,7 +32,7 @@ static inline Product<T> linear_by_rows(const T* x_ND, size_t x_row, size_t D, c
     return p;
 }
 
-// dL/dx = Wᵀ·dy on one panel: tokens as lanes.
+// Computes dL/dx = Wᵀ·dy on one panel, with tokens as lanes.
 template <class T>
 static inline Product<T> linear_bwd_input(const T* w_OD, size_t O, size_t D, const T* dy_ON, size_t tokens, T* dx_DN) {
     Product<T> p{D, columns_of<T>(tokens), O, w_OD, 1, D, dy_ON, kPanel, dx_DN, kPanel};
@@ -42,7 +42,7 @@ static inline Product<T> linear_bwd_input(const T* w_OD, size_t O, size_t D, con
     return p;
 }
 
-// dL/dW = Σ_n dy_n·x_nᵀ over all tokens in order: dy in panels, x token by token.
+// Computes dL/dW = Σ_n dy_n·x_nᵀ over all tokens in order; dy is in panels, x token by token.
 template <class T>
 static inline Product<T> linear_bwd_weight(const T* dy_ON, size_t O, const T* x_ND, size_t D, size_t tokens, T* dw_OD) {
     Product<T> p{O, D, tokens, dy_ON, kPanel, 1, x_ND, padded(D), dw_OD, D};
@@ -52,7 +52,7 @@ static inline Product<T> linear_bwd_weight(const T* dy_ON, size_t O, const T* x_
     return p;
 }
 
-// The same for tokens as rows: dL/dx = dy·W, the features as lanes. Tokens few or many, no lane is idle.
+// Computes dL/dx = dy·W for tokens as rows, with features as lanes, so no lane is idle however few tokens there are.
 template <class T>
 static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, size_t O, const T* w_OD, size_t D, size_t tokens, T* dx_ND,
                                                size_t dx_row) {
@@ -63,7 +63,7 @@ static inline Product<T> linear_bwd_input_rows(const T* dy_NO, size_t dy_row, si
     return p;
 }
 
-// dL/dW with both token by token.
+// Computes dL/dW with dy and x both token by token.
 template <class T>
 static inline Product<T> linear_bwd_weight_rows(const T* dy_NO, size_t dy_row, size_t O, const T* x_ND, size_t x_row, size_t D, size_t tokens,
                                                 T* dw_OD, size_t dw_row) {

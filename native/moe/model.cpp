@@ -14,7 +14,7 @@ KeysValues<T> take_keys_values(Pass<T>& pass) {
     return {take<T>(*pass.arena, rows * c.C * S), take<T>(*pass.arena, rows * S * padded(c.C)), S};
 }
 
-// E·Σ_e f_e·P_e over the tokens of all layers: f_e the share of tokens that chose e, P_e its mean probability.
+// Returns E·Σ_e f_e·P_e over the tokens of all layers; f_e is the share of tokens that chose e, P_e its mean probability.
 template <class T>
 double aux_loss(Pass<T>& pass) {
     const Config& c = *pass.config;
@@ -35,7 +35,7 @@ double aux_loss(Pass<T>& pass) {
     return static_cast<double>(c.E) * loss;
 }
 
-// Memory that every block uses anew.
+// Allocates the memory that all blocks share.
 template <class T>
 void take_scratch(Pass<T>& pass) {
     const Config& c = *pass.config;
@@ -69,16 +69,16 @@ void hidden_states(Pass<T>& pass) {
         }
         if (pass.caches) saved.kv = pass.caches[layer];
         saved.x_DN = pass.x_DN;
-        if (pass.saving) pass.x_DN = take_panels<T>(arena, c.D, num_panels);  // otherwise x has been used when y is written
+        if (pass.saving) pass.x_DN = take_panels<T>(arena, c.D, num_panels);  // otherwise y may overwrite x, which is no longer needed
         const bool narrow = pass.last_only && layer + 1 == c.num_layers;
         const Arena::Mark mark = arena.mark();
         block(pass, pass.weights->layers[layer], before, narrow, saved);
-        if (!narrow) arena.release(mark);  // what the block needed only for itself
+        if (!narrow) arena.release(mark);  // memory that only this block needed
         before = &saved;
     }
     pass.r_N = take<T>(arena, num_panels * kPanel);
     pass.h_DN = take_panels<T>(arena, c.D, num_panels);
-    const size_t N = pass.tokens.N;  // fewer than before where only the last ones went on
+    const size_t N = pass.tokens.N;  // fewer than before if only the last tokens continued
     for_tasks(strips_of(N, kPanel), N * c.D, [&](size_t task) noexcept {
         const Strip strip = strip_at(N, task, kPanel);
         add_experts(pass, *before, strip, pass.x_DN);
@@ -87,7 +87,7 @@ void hidden_states(Pass<T>& pass) {
     if (pass.saving) pass.aux_loss = aux_loss(pass);
 }
 
-// logits of `tokens` columns of h to out + rows[i]·V, token by token; a tile of them at a time stays in the cache.
+// Writes the logits of `tokens` columns of h to out + rows[i]·V, token by token, in tiles that stay in the cache.
 template <class T>
 void head_to_rows(const Config& c, const T* head_VD, size_t tokens, const T* h_DN, const int64_t* rows_N, T* out) {
     constexpr size_t kRows = 48;
@@ -102,7 +102,7 @@ void head_to_rows(const Config& c, const T* head_VD, size_t tokens, const T* h_D
     });
 }
 
-// The same with the weights transposed; to rows 0, 1, 2, … of `out`.
+// The same with transposed weights, to rows 0, 1, 2, … of `out`.
 template <class T>
 void head_by_rows(const Config& c, const T* transposed, size_t tokens, const T* h_DN, Arena& arena, T* out) {
     const size_t stride = padded(c.D), V_panels = panels_of(c.V);
@@ -111,7 +111,7 @@ void head_by_rows(const Config& c, const T* transposed, size_t tokens, const T* 
         const Strip strip = strip_at(tokens, task);
         to_rows<T>(c.D, strip.tokens, strip_of(h_DN, c.D, strip), [&](size_t i) { return h_ND + (strip.first + i) * stride; });
     });
-    // Strip by strip, so that the thread which will look for a token in a row has written most of it.
+    // Strip by strip, so that the thread that samples from a row has written most of it.
     const size_t num_strips = strips_of(tokens);
     auto* products = take<Product<T>>(arena, num_strips * V_panels);
     for (size_t i = 0; i < num_strips * V_panels; ++i) {
@@ -130,7 +130,7 @@ void head(Pass<T>& pass, const int64_t* rows_N, T* out) {
     else head_to_rows(c, pass.weights->head_VD, pass.tokens.N, pass.h_DN, rows_N, out);
 }
 
-// From dL/dh to the gradient of every weight below the head, and of the embedding; where it is tied, the head's is there already.
+// Computes, from dL/dh, the gradient of every weight below the head, and of the embedding. If tied, the head's is already there.
 template <class T>
 void model_bwd(Pass<T>& pass, const T* dh_DN, double daux, const Weights<T>& grads) {
     const Config& c = *pass.config;
@@ -148,7 +148,7 @@ void model_bwd(Pass<T>& pass, const T* dh_DN, double daux, const Weights<T>& gra
     embedding_bwd(c, pass.tokens, d_DN, c.tied, arena, grads.embedding_VD);                 // tied: one matrix, used at both ends
 }
 
-// From dL/dlogits, in panels: dL/dh and the gradient of the head.
+// Computes dL/dh and the gradient of the head from dL/dlogits, which is in panels.
 template <class T>
 T* head_bwd(Pass<T>& pass, const T* dlogits_VN, const Weights<T>& grads) {
     const Config& c = *pass.config;

@@ -1,12 +1,12 @@
-// What a pass of the transformer works on. Plain data, shared by the code of every instruction set.
+// The data of one pass of the transformer: plain structs, shared by the code for every instruction set.
 //
 // Shapes, as in src/strop/moe/reference: B rows, N real tokens (padding is never here), D hidden, H query heads,
 // K key/value heads, G = H/K, C channels of a head, P = C/2 pairs, E experts, J = top-k choices, F intermediate,
-// V vocabulary, S room of a cache. A: assignments of tokens to experts, grouped by expert.
+// V vocabulary, S capacity of a cache. A: assignments of tokens to experts, grouped by expert.
 //
-// Layouts. A token is a lane: activations stand in panels of 64 tokens, x_DN[panel][d][token], so that a product, a norm
-// or a softmax does the same to every token whatever stands beside it. This is what makes a token's bits independent of
-// the batch. x_ND is token by token, each row padded to a multiple of kPad elements.
+// Layouts. A token is a vector lane: activations are stored in panels of 64 tokens, x_DN[panel][d][token]. A product, a norm
+// or a softmax then does the same operations for every token, whatever its neighbours are, so a token's bits do not depend on
+// the batch. x_ND is stored token by token, each row padded to a multiple of kPad elements.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +17,12 @@
 namespace strop::moe {
 
 inline constexpr size_t kPanel = 64;  // tokens
-inline constexpr size_t kPad = 16;    // elements: no vector is longer
+inline constexpr size_t kPad = 16;    // elements: at least the longest vector
 
 static inline size_t padded(size_t n) { return (n + kPad - 1) / kPad * kPad; }
 static inline size_t panels_of(size_t tokens) { return (tokens + kPanel - 1) / kPanel; }
-// Elements from row to row where products walk down the columns: not a power of two, which would crowd all rows into a few sets of
-// the cache.
+// Returns the row stride for arrays that products read by columns. It is not a power of two, because then all rows would fall
+// into a few sets of the cache.
 static inline size_t spread(size_t n) { return padded(n) % 128 == 0 ? padded(n) + kPad : padded(n); }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -32,7 +32,7 @@ struct Config {
     bool tied;
 };
 
-// Weights, or their gradients, under the names of the reference; matrices are (out, in).
+// The weights, or their gradients, with the names of the reference; matrices are (out, in).
 template <class T>
 struct LayerWeights {
     T *norm1_D, *wq_OD, *wk_OD, *wv_OD, *wo_DO, *norm2_D, *router_ED, *gate_up_E2FD, *down_EDF;
@@ -42,15 +42,15 @@ struct Weights {
     T* embedding_VD;
     LayerWeights<T>* layers;
     T* norm_D;
-    T* head_VD;  // the embedding where they are tied
+    T* head_VD;  // the embedding if they are tied
 };
 
-// Matrices the other way round, [panel of 64 outputs][input][output]: with them tokens are rows and outputs lanes, so that
-// few tokens leave no lane idle. Worth its making where the weights serve many passes; see generate.cpp.
+// Transposed matrices, [panel of 64 outputs][input][output]: tokens are rows and outputs are lanes, so few tokens still use all
+// lanes. Transposing pays off if the weights serve many passes; see generate.cpp.
 template <class T>
 struct Transposed {
     struct Layer {
-        T *gate_up_E, *down_E;  // one expert after the other; its gate, then its up projection
+        T *gate_up_E, *down_E;  // consecutive experts: the gate, then the up projection of each
     };
     Layer* layers;
     T* head;
@@ -61,10 +61,10 @@ struct Tokens {
     size_t N, B;
     const int64_t* ids_N;
     const int32_t* rows_N;
-    const int32_t* positions_N;  // of a token in its row; tokens of a cache stand before it
-    const int64_t* starts_B;     // B + 1: row b brings the tokens from starts[b] to starts[b + 1]
-    // Where rows begin alike, a token is there once, for all rows from its own up to ends_N[n]; row b has offsets_B[b] tokens of the
-    // rows before it, then its own. Null where every row has tokens of its own alone.
+    const int32_t* positions_N;  // position of each token in its row, counting cached tokens
+    const int64_t* starts_B;     // B + 1: the tokens of row b are starts[b] to starts[b + 1]
+    // Rows may share a prefix. A shared token is stored once, for all rows from its own up to ends_N[n]; row b has offsets_B[b]
+    // tokens of earlier rows, then its own. Null if no row shares tokens.
     const int32_t* ends_N;
     const int32_t* offsets_B;
 
@@ -74,32 +74,32 @@ struct Tokens {
     size_t length(size_t b) const { return offset(b) + own(b); }
 };
 
-// cos and sin of position·ω_p, one row of P per position.
+// The cosines and sines of position·ω_p, one row of P per position.
 template <class T>
 struct RopeTable {
     const T *cos_SP, *sin_SP;
 };
 
-// Keys and values of one layer: keys_BKCS with the positions along a row (lanes of a score), values_BKSC with the channels
-// along it, padded. S is a multiple of kPad.
+// The keys and values of one layer. In keys_BKCS positions are contiguous (lanes of a score), in values_BKSC channels are, with
+// padding. S is a multiple of kPad.
 template <class T>
 struct KeysValues {
     T *keys, *values;
     size_t S;
 };
 
-// The assignments of tokens to experts. Each expert has panels of its own, filled in the order of the tokens; assignment a
-// is column a % kPanel of panel a / kPanel.
+// The assignments of tokens to experts. Each expert has its own panels, filled in token order; assignment a is column
+// a % kPanel of panel a / kPanel.
 struct Groups {
     size_t num_panels;
-    int32_t* experts;         // of each panel
+    int32_t* experts;         // expert of each panel
     int32_t* counts;          // tokens in each panel
     int32_t* tokens_A;
-    int32_t* assignments_NJ;  // where choice j of token n went
+    int32_t* assignments_NJ;  // assignment of choice j of token n
     int32_t* first_panels_E;  // E + 1
 };
 
-// What a block keeps of its forward.
+// What a block saves in its forward.
 template <class T>
 struct BlockSaved {
     T *x_DN, *r1_N, *n1_DN;
@@ -110,7 +110,7 @@ struct BlockSaved {
     int32_t* experts_NJ;
     Groups groups;
     T *x_DA, *gate_up_2FA, *h_FA, *y_AD;
-    T* gate_up_A2F;  // in place of gate_up_2FA where the weights are transposed: gate, up from padded(F) on; rows of spread(2·padded(F))
+    T* gate_up_A2F;  // replaces gate_up_2FA if the weights are transposed: the gate, then up at padded(F); rows of spread(2·padded(F))
 };
 
 template <class T>
@@ -120,36 +120,36 @@ struct Pass {
     Tokens tokens;
     RopeTable<T> rope;
     Arena* arena;
-    bool saving;               // for a backward; otherwise the blocks share one set of buffers
-    bool last_only;            // of each row: once the last block has all keys and values, `tokens` are the last tokens
+    bool saving;               // saves for a backward; otherwise the blocks share one set of buffers
+    bool last_only;            // after the last block has written its keys and values, only the last token of each row continues
     KeysValues<T>* caches;     // one per layer, or null
     const Transposed<T>* transposed;  // or null
     T *cos_PN, *sin_PN;        // of the tokens' positions
-    T *k_ON, *v_ON, *context_ON, *sum_ND, *sum_DN;  // of use inside a strip's task alone
+    T *k_ON, *v_ON, *context_ON, *sum_ND, *sum_DN;  // used only inside a strip's task
     BlockSaved<T>* blocks;
-    T *x_DN, *r_N, *h_DN;      // the stream after the last block; h = norm(x)
+    T *x_DN, *r_N, *h_DN;      // the residual stream after the last block; h = norm(x)
     double* shares_E;          // f_e of the auxiliary loss
     double aux_loss;
 };
 
-// Where the loss is taken: token n counts where counts_N[n]. num_counted is at least 1.
+// The targets of the loss: token n counts if counts_N[n]. num_counted is at least 1.
 struct Targets {
     const int64_t* targets_N;
     const uint8_t* counts_N;
     double num_counted;
 };
 
-// Log-probs that are wanted: of targets_M[m] after token from_M[m], under softmax(logits·inverse). M tokens count.
+// The wanted log-probs: of targets_M[m] after token from_M[m], under softmax(logits·inverse). M tokens count.
 template <class T>
 struct Scores {
     size_t M;
     const int32_t* from_M;
-    const int64_t *targets_M, *places_M;  // places: where they stand in the batch with its padding, flattened
-    double inverse;                       // of the temperature
+    const int64_t *targets_M, *places_M;  // places: their indices in the flattened batch with padding
+    double inverse;                       // 1 / temperature
     double *logit_M, *max_M, *total_M;    // the target's logit; max z; Σ exp(s),  s = (z − max)·inverse
     double *weighted_M;                   // Σ s·exp(s)
     double *log_total_M, *entropy_M;      // log Σ exp(s); −Σ p·log p
-    T *h_MD, *logits_MV;                  // rows of padded(D) and spread(V); logits only where saving
+    T *h_MD, *logits_MV;                  // rows of padded(D) and spread(V); logits only if saving
 };
 
 struct AdamW {
@@ -157,7 +157,7 @@ struct AdamW {
     double correction1, correction2;  // 1 − β₁ᵗ, √(1 − β₂ᵗ)
 };
 
-// One array with its moments.
+// One parameter array with its gradient and moments.
 template <class T>
 struct Updated {
     size_t count;
@@ -168,15 +168,15 @@ struct Updated {
     size_t first_task;  // set by adamw
 };
 
-// By the rules of src/strop/moe/sampling.py: temperature 0 is greedy, top_k 0 and top_p 1 are all tokens.
+// The sampling options, as in src/strop/moe/sampling.py: temperature 0 is greedy, top_k 0 and top_p 1 keep all tokens.
 struct Sampling {
     double temperature;
     int64_t top_k;
     double top_p;
 };
-inline constexpr size_t kDrawBlock = 64;  // tokens whose probabilities are summed together before one is looked for
+inline constexpr size_t kDrawBlock = 64;  // probabilities per partial sum; a draw first finds its block by these sums
 
-// C = A·B by itself, for benchmarks: A with any strides, rows of B and C without gaps.
+// One product C = A·B, for benchmarks: A with any strides, rows of B and C contiguous.
 template <class T>
 struct Multiplication {
     size_t M, N, K;
@@ -190,16 +190,16 @@ struct Multiplication {
 template <class T>
 struct Kernels {
     Transposed<T> (*transpose)(const Config& config, const Weights<T>& weights, Arena& arena);
-    // h_DN of every token, the auxiliary loss where saving.
+    // Computes h_DN of every token, and the auxiliary loss if saving.
     void (*hidden_states)(Pass<T>& pass);
-    // logits of token n to rows[n] of `out` (V elements each).
+    // Writes the logits of token n to row rows[n] of `out` (V elements each).
     void (*head)(Pass<T>& pass, const int64_t* rows_N, T* out);
-    // Gradients from dL/dlogits, read as `head` writes; from the masked mean cross-entropy, which is returned.
+    // Computes gradients from dL/dlogits, in the layout that `head` writes; or from the mean cross-entropy, which it returns.
     void (*backward)(Pass<T>& pass, const int64_t* rows_N, const T* dlogits, double daux, const Weights<T>& grads);
     double (*loss_and_grads)(Pass<T>& pass, const Targets& targets, double daux, const Weights<T>& grads);
 
-    // logit, max, total and weighted of every m; and all parameters' gradients from dL/dlogp and dL/dentropy, which the logits do not
-    // outlive.
+    // Computes logit, max, total and weighted of every m; and all parameters' gradients from dL/dlogp and dL/dentropy, which
+    // overwrites the logits.
     void (*score)(Pass<T>& pass, Scores<T>& scores);
     void (*score_bwd)(Pass<T>& pass, const Scores<T>& scores, const double* dlogps_M, const double* dentropy_M, const Weights<T>& grads);
 
@@ -207,7 +207,7 @@ struct Kernels {
     size_t (*greedy_row)(const T* logits_V, size_t V, double* sum);
     void (*adamw)(Updated<T>* arrays, size_t count, const AdamW& step);
 
-    // Parts by themselves, for benchmarks: a list of products in one parallel region, and the norm on panels.
+    // Single parts, for benchmarks: a list of products in one parallel region, and the norm on panels.
     void (*multiply_all)(const Multiplication<T>* list, size_t count, Arena& arena);
     void (*rms_norm)(size_t D, double eps, size_t N, const T* x_DN, const T* w_D, T* y_DN, T* r_N);
 };

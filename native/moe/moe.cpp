@@ -5,7 +5,7 @@
 namespace strop::STROP_ISA {
 namespace {
 
-// to_D = Σ_j weight(j)·row(j)_D, j in the router's order
+// Sets to_D = Σ_j weight(j)·row(j)_D, with j in the router's order
 template <class T, class Weight, class Row>
 inline void weighted_sum(size_t D, size_t J, Weight&& weight, Row&& row, T* to_D) {
     constexpr size_t lanes = Lanes<T>::count;
@@ -26,7 +26,7 @@ inline T dot(size_t D, const T* a_D, const T* b_D) {
     return sum_lanes<T>(sum);
 }
 
-// y_DN = x_DN + rows, token by token, which become lanes in `scratch`.
+// Sets y_DN = x_DN + rows; the rows, token by token, are transposed into `scratch`.
 template <class T>
 inline void add_rows(size_t D, size_t tokens, const T* rows_ND, const T* x_DN, T* y_DN, T* scratch_DN) {
     constexpr size_t lanes = Lanes<T>::count;

@@ -4,7 +4,7 @@
 namespace strop::STROP_ISA {
 namespace {
 
-// Σ_d term(d) for one vector of tokens: four chains, added in a tree, so the order is the same for every token.
+// Returns Σ_d term(d) for one vector of tokens: four partial sums, added in a tree, so the order is the same for every token.
 template <class T, class Term>
 inline VecOf<T> sum_over_features(size_t D, Term&& term) {
     VecOf<T> sum[4] = {};

@@ -1,4 +1,4 @@
-// Rotary position embedding, Mixtral's pairing: channel p turns with channel p + C/2.
+// Rotary position embedding with Mixtral's pairing: channel p is rotated with channel p + C/2.
 #include "layers.h"
 
 namespace strop::STROP_ISA {
@@ -10,7 +10,7 @@ void rope_angles(const RopeTable<T>& table, size_t P, const Tokens& tokens, cons
     to_lanes<T>(P, strip.tokens, [&](size_t i) { return table.sin_SP + positions[i] * P; }, strip_of(sin_PN, P, strip));
 }
 
-// (a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair; backwards (a·cos + b·sin, b·cos − a·sin)
+// (a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair; backward (a·cos + b·sin, b·cos − a·sin)
 template <class T>
 void rope(size_t heads, size_t C, size_t tokens, const T* cos_PN, const T* sin_PN, bool backwards, T* x_ON) {
     constexpr size_t lanes = Lanes<T>::count;

@@ -5,7 +5,7 @@
 namespace strop::STROP_ISA {
 namespace {
 
-// p = softmax(logits) over the E rows of one vector of tokens, in place.
+// Replaces logits by p = softmax(logits) over the E rows of one vector of tokens.
 template <class T>
 inline void softmax_over_experts(size_t E, T* z_EN) {
     VecOf<T> max = load(z_EN), sum{};
@@ -24,7 +24,7 @@ struct Choice {
     BitsOf<T> expert;
 };
 
-// The most probable expert after `last` in the order by probability, then by index: of equals the lower comes first.
+// Returns the most probable expert after `last`, ordered by probability, then by index: among equals the lower comes first.
 template <class T>
 inline Choice<T> next_choice(size_t E, const T* p_EN, const Choice<T>& last) {
     Choice<T> best{broadcast<T>(-1), BitsOf<T>{}};
@@ -49,7 +49,7 @@ void route(const Config& c, const T* router_ED, const Strip& strip, BlockSaved<T
     for (size_t i = 0; i < strip.tokens; i += lanes) {
         softmax_over_experts(c.E, p_EN + i);
         const size_t count = smaller(strip.tokens - i, lanes), first = strip.first + i;
-        VecOf<T> total = load(p_EN + i) - load(p_EN + i);  // 0; NaN where the logits are no numbers, which no comparison chooses
+        VecOf<T> total = load(p_EN + i) - load(p_EN + i);  // 0; NaN if the logits are NaN, which no comparison chooses
         Choice<T> choice{broadcast<T>(__builtin_inff()), BitsOf<T>{} - 1};
         for (size_t j = 0; j < c.J; ++j) {
             choice = next_choice(c.E, p_EN + i, choice);
@@ -89,7 +89,7 @@ void route_bwd(const Config& c, const Strip& strip, const BlockSaved<T>& saved, 
 }
 
 void group_by_expert(const Config& c, size_t N, const int32_t* experts_NJ, Groups& groups) {
-    int32_t* next_E = groups.first_panels_E;  // first the count of each expert, then where its next token goes
+    int32_t* next_E = groups.first_panels_E;  // first the count of each expert, then the place of its next token
     for (size_t e = 0; e <= c.E; ++e) next_E[e] = 0;
     for (size_t a = 0; a < N * c.J; ++a) ++next_E[experts_NJ[a]];
     size_t num_panels = 0;

@@ -1,4 +1,4 @@
-// From logits to a token, by the rules of src/strop/moe/sampling.py: temperature, top-k, top-p, one draw.
+// Draws a token from logits, as src/strop/moe/sampling.py does: temperature, top-k, top-p, one draw.
 #include "sampling.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Row {
     }
 };
 
-// The first token whose cumulative probability exceeds u: the block first, then inside it.
+// Returns the first token whose cumulative probability exceeds u: finds the block first, then the token inside it.
 size_t draw(const Row& row, double u, double total) {
     const double wanted = u * total;
     double before = 0;
@@ -32,13 +32,13 @@ size_t draw(const Row& row, double u, double total) {
     size_t token = block * kDrawBlock;
     const size_t last = std::min(token + kDrawBlock, row.V);
     for (size_t v = token; v < last; ++v) {
-        if (row.p_V[v] > 0) token = v;  // rounding may leave nothing above: then the last that can be drawn
+        if (row.p_V[v] > 0) token = v;  // rounding may leave none above u: then take the last possible token
         if ((before += row.p_V[v]) > wanted) break;
     }
     return token;
 }
 
-// The tokens that top-k and top-p leave, in ids_V by id; their number, and their sum in *total.
+// Writes the tokens that top-k and top-p keep to ids_V, by id; returns their number, and their sum in *total.
 size_t restrict_to_top(const Row& row, const Sampling& rule, double* total) {
     const auto less_probable = [&](int32_t a, int32_t b) { return row.p_V[a] != row.p_V[b] ? row.p_V[a] < row.p_V[b] : a > b; };
     int32_t *first = row.ids_V, *heap_end = row.ids_V + row.V;
@@ -47,7 +47,7 @@ size_t restrict_to_top(const Row& row, const Sampling& rule, double* total) {
     const size_t most = rule.top_k > 0 ? std::min(static_cast<size_t>(rule.top_k), row.V) : row.V;
 
     double mass = *total;
-    size_t taken = 0;  // the taken tokens stand behind the heap, the most probable last
+    size_t taken = 0;  // the taken tokens are stored after the heap, the most probable last
     const auto token = [&](size_t rank) { return row.ids_V[row.V - 1 - rank]; };
     const auto take_next = [&] { std::pop_heap(first, heap_end--, less_probable), ++taken; };
     if (rule.top_k > 0) {
@@ -55,7 +55,7 @@ size_t restrict_to_top(const Row& row, const Sampling& rule, double* total) {
     }
     size_t kept = rule.top_p < 1 ? 0 : most;
     if (rule.top_p < 1) {
-        double before = 0;  // mass of the tokens more probable than the next
+        double before = 0;  // probability of the tokens more probable than the next
         for (; kept < most && (kept == 0 || before < rule.top_p * mass); before += row.p_V[token(kept++)])
             if (taken == kept) take_next();
         mass = before;

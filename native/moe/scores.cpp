@@ -1,7 +1,7 @@
-// Log-probs and entropies of the tokens that count, straight from the hidden states.
+// Log-probs and entropies of the tokens that count, computed from the hidden states.
 //
-// s = (z − max z)/t,  log p_v = s_v − log Σ exp(s),  H = −Σ p·log p.  Logits exist for kRows tokens at a time, or, where a backward
-// follows, for all that count; never for the others.
+// s = (z − max z)/t,  log p_v = s_v − log Σ exp(s),  H = −Σ p·log p.  Logits are stored for kRows tokens at a time or, if a
+// backward follows, for all tokens that count.
 #include "layers.h"
 #include "linear.h"
 
@@ -9,16 +9,16 @@ namespace strop::STROP_ISA {
 namespace {
 
 constexpr size_t kRows = 48;      // tokens of a task
-constexpr size_t kWorkers = 32;   // tasks at most, each with scratch of its own
+constexpr size_t kWorkers = 32;   // the most tasks, each with its own scratch memory
 
-// The hidden state of token n: a column of its panel.
+// Returns the hidden state of token n, a column of its panel.
 template <class T>
 inline void copy_token(size_t D, const T* h_DN, size_t n, T* h_D) {
     const T* from = panel_of(h_DN, D, n / kPanel) + n % kPanel;
     for (size_t d = 0; d < D; ++d) h_D[d] = from[d * kPanel];
 }
 
-// Σ_v s_v·p_v, where p_V are the exponentials of s; 0·−inf is 0.
+// Returns Σ_v s_v·p_v, where p_V are the exponentials of s; 0·−inf is 0.
 template <class T>
 double weighted_sum(const T* logits_V, size_t V, double max, double inverse, const double* p_V) {
     Wide sum{};
@@ -29,7 +29,7 @@ double weighted_sum(const T* logits_V, size_t V, double max, double inverse, con
     return sum_lanes<double>(sum);
 }
 
-// dL/dz of one token from dL/dlogp and dL/dH, in place of z:
+// Replaces z of one token by dL/dz, from dL/dlogp and dL/dH:
 // dlogp/dz_v = ([v = target] − p_v)/t,  dH/dz_v = −p_v·(log p_v + H)/t
 template <class T>
 void token_bwd(const Scores<T>& scores, size_t m, size_t V, double dlogp, double dentropy, T* z_V) {
@@ -95,7 +95,7 @@ void scored_head_bwd(Pass<T>& pass, const Scores<T>& scores, const double* dlogp
     Product<T> dhead = linear_bwd_weight_rows<T>(dlogits_MV, Vs, V, scores.h_MD, Dp, D, M, dhead_VD, D);
     run_products(&dhead, 1);
 
-    // A token may predict several, where rows part after it; or none.
+    // A token may predict several tokens, if rows differ after it, or none.
     constexpr size_t lanes = Lanes<T>::count;
     const T** rows_N = take<const T*>(arena, N);
     T* none_D = take<T>(arena, Dp);

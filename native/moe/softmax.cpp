@@ -1,10 +1,10 @@
-// The softmax of one row of logits, as sampling needs it.
+// The softmax of one row of logits, for sampling.
 #include "layers.h"
 
 namespace strop::STROP_ISA {
 namespace {
 
-// As many of the n floats or doubles as a vector of doubles holds; −inf in lanes beyond them.
+// Loads up to one vector of doubles from n floats or doubles; the lanes beyond them are −inf.
 template <class T>
 inline Wide wide_at(const T* from, size_t n) {
     if (n >= kWide) return load_wide(from);
@@ -13,8 +13,9 @@ inline Wide wide_at(const T* from, size_t n) {
 
 }  // namespace
 
-// In double precision: p_v = exp((logits_v − max)/t), and the sum of each block of kDrawBlock of them; returns max. The difference comes
-// first: it is exact where it matters, and 0 at the top for any t. p_V has room for whole vectors.
+// Computes p_v = exp((logits_v − max)/t) in double, and the sum of each block of kDrawBlock of them; returns max. The maximum is
+// subtracted before dividing: the difference is exact where it matters, and 0 at the maximum for any t. p_V has room for whole
+// vectors.
 template <class T>
 double softmax_row(const T* logits_V, size_t V, double inverse_temperature, double* p_V, double* sums) {
     Wide top = wide(-__builtin_inf());
@@ -32,8 +33,8 @@ double softmax_row(const T* logits_V, size_t V, double inverse_temperature, doub
     return max;
 }
 
-// The most probable token, the first of equals, and in *sum Σ_v exp(logits_v − max): terms and the sums of four of them in
-// the precision of the logits, the rest in double.
+// Returns the most probable token, the first among equals, and in *sum Σ_v exp(logits_v − max). Terms and sums of four terms
+// have the precision of the logits, the rest is in double.
 template <class T>
 size_t greedy_row(const T* logits_V, size_t V, double* sum) {
     constexpr size_t lanes = Lanes<T>::count, four = 4 * lanes;
@@ -61,7 +62,7 @@ size_t greedy_row(const T* logits_V, size_t V, double* sum) {
     const auto is_here = [&](size_t from) { return any_above(load(logits_V + from) == max ? broadcast<T>(1) : VecOf<T>{}, T(0)); };
     for (v = 0; v + lanes <= V && !is_here(v);) v += lanes;
     while (v + 1 < V && logits_V[v] != max) ++v;
-    return smaller(v, V - 1);  // the last where none is found, as among NaN
+    return smaller(v, V - 1);  // the last token if none is found, as with NaN
 }
 
 template size_t greedy_row<float>(const float*, size_t, double*);

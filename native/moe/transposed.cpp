@@ -1,4 +1,4 @@
-// The weights of the experts and of the head the other way round. Data is moved, never computed with.
+// The transposed weights of the experts and of the head. This file moves data and computes nothing.
 #include "layers.h"
 
 namespace strop::STROP_ISA {

@@ -26,6 +26,13 @@ class Context(Protocol):
     def __setattr__(self, name: str, value: object) -> None: ...
 
 
+class Foreign(Protocol):
+    """A model, module or config of another library, which alone knows its attributes."""
+
+    def __getattr__(self, name: str) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class Tokenizer(Protocol):
     """The interface of tokenizers: transformers' have it, and so has `strop.tasks.tokenizer.CharTokenizer`."""
 

@@ -37,6 +37,7 @@ from strop.rollout import Sampling, generate
 from strop.rollout.decoding import description
 
 ROWS = ((5, 3), (1, 2), (12, 10), (20, 14))  # tokens of prompts and of completions
+SHARED = (12, [2, 3])  # tokens that these rows begin with: a model that can reads them once
 PROMPTS, NEW = (3, 1, 12, 20), 8
 GRADIENT, LOGPS = 1e-3, 1e-3  # errors allowed: relative, and of a log-prob. Some norms compute in float32.
 SECONDS = 60  # of a setting
@@ -70,6 +71,8 @@ def looks_ahead(model: Any) -> bool:
 def check_training(model: Any) -> str:
     """Raise `Wrong` where loss or gradient are not those of the rows alone; return how the batch was read."""
     rows = [ids_of(sum(sizes), seed) for seed, sizes in enumerate(ROWS)]
+    for row in SHARED[1]:
+        rows[row][: SHARED[0]] = ids_of(SHARED[0], len(rows))
     wanted: dict[str, torch.Tensor] = {}
     losses = []
     for row, (prompt, _) in zip(rows, ROWS, strict=True):
@@ -82,6 +85,7 @@ def check_training(model: Any) -> str:
                 wanted[name] = wanted.get(name, 0.0) + param.grad
     policy = as_policy(copy.deepcopy(model))
     batch = TokenBatch.of([Trajectory.of(*row.split(sizes)) for row, sizes in zip(rows, ROWS, strict=True)])
+    batch.groups = [SHARED]
     logps_n = policy.logps(batch)
     if not (error := (logps_n - torch.cat(losses)).abs().max().item()) <= LOGPS:
         raise Wrong(f"log-probs of training off by {error:.1e} ({_how(policy)})")

@@ -8,6 +8,7 @@ from tiny_types import model_of
 from strop.data.batch import TokenBatch, Trajectory
 from strop.models import as_policy, shared_prefixes
 from strop.models.attention import Packed, Rule
+from strop.models.quantized import quantize
 from strop.models.shared_prefixes import WithPrefixes, flash_on_cpu, flash_on_cpu_bwd
 
 # plain causal attention: a prefix and what follows it are joined by their log-sum-exp
@@ -86,7 +87,7 @@ def test_each_token_is_read_once():
         assert seen.pop() == num_tokens
 
 
-@pytest.mark.parametrize("mode", ["checkpointing", "lora", "autocast", "bfloat16", "float32", "longrope"])
+@pytest.mark.parametrize("mode", ["checkpointing", "lora", "nf4", "autocast", "bfloat16", "float32", "longrope"])
 def test_modes_of_training(mode):
     changes = {}
     if mode == "longrope":  # rows on both sides of the boundary, which is at 16 tokens
@@ -100,12 +101,15 @@ def test_modes_of_training(mode):
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    elif mode == "nf4":
+        pytest.importorskip("bitsandbytes")
+        quantize(model.float(), "nf4")
     elif mode in ("autocast", "bfloat16", "float32"):
         model.to({"autocast": torch.float32}.get(mode) or getattr(torch, mode))
     policy = as_policy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
         wanted, found = (numbers(policy, trajectories(), shared, entropy=False) for shared in (False, True))
-    check_equal(found, wanted, {"autocast": 0.05, "bfloat16": 0.05, "float32": 1e-4}.get(mode, 1e-5))
+    check_equal(found, wanted, {"autocast": 0.05, "bfloat16": 0.05, "float32": 1e-4, "nf4": 1e-4}.get(mode, 1e-5))
     if mode == "longrope":
         assert policy.boundaries is not None
 

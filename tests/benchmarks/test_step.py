@@ -41,7 +41,7 @@ def test_a_step_tells_its_phases_and_tokens(measured):
 
 def test_the_price_of_exact_is_a_side_of_its_own(monkeypatch):
     monkeypatch.setattr(step_contenders, "trl_installed", lambda: False)
-    (case,) = step.cases([dataclasses.replace(TINY, exact=True)])
+    (case,) = step.cases([dataclasses.replace(TINY, beside=step_contenders.EXACT)])
     measured = case.measure(Method(rounds=3))
     assert list(measured["contenders"]) == ["strop", "strop, exact"]
     assert measured["ratios"]["strop, exact"]["value"] > 0
@@ -108,14 +108,15 @@ def test_lengths_that_vary_have_the_mean_that_was_asked_for():
 
 
 def test_the_workloads_that_are_measured():
-    full, varied, _, short, *exact = step_contenders.ON_A_GPU
-    assert [(workload.exact, workload.dtype) for workload in exact] == [(True, torch.bfloat16)] * 2
+    full, varied, _, short, *others = step_contenders.ON_A_GPU
+    exact = [workload for workload in others if workload.beside == step_contenders.EXACT]
+    assert [workload.dtype for workload in exact] == [torch.bfloat16] * 2
+    shared = [workload for workload in others if workload not in exact]
+    assert [workload.beside[1] for workload in shared] == [{"share_prefixes": "always"}] * 4
     assert (varied.mean_tokens, varied.new_tokens, varied.shape) == (96, 256, full.shape)
     assert (short.num_completions, short.new_tokens, short.dtype, short.autocast) == (128, 16, torch.float32, True)
     assert full.dtype == torch.bfloat16
-    small = "SmolLM2-135M shape"
-    names = ["tiny MoE", "tiny Qwen2", small, f"{small}, rollouts in bfloat16", f"{small}, long prompts"]
-    assert [workload.name for workload in step_contenders.ON_A_CPU] == names
+    assert [workload.name for workload in step_contenders.ON_A_CPU][:2] == ["tiny MoE", "tiny Qwen2"]
 
 
 def test_what_spans_cover_together():

@@ -22,6 +22,7 @@ EOS = 3
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [4, 13], [14, 15], [16, 17, 18, 19, 20], [21]]
 # batches that four processes share unevenly, and one with fewer rows than processes
 BATCHES = [PROMPTS[:5], PROMPTS[2:], PROMPTS[:2], PROMPTS, PROMPTS[1:6]]
+LONG = [[(prompt * 40)[:40] for prompt in batch] for batch in BATCHES]  # which completions share
 
 
 def reward(completions):
@@ -42,10 +43,10 @@ def double(make=qwen2, **changes):
     return make(eos_token_id=EOS, **changes).double()
 
 
-def grpo(model=double, **options):
+def grpo(model=double, batches=BATCHES, **options):
     known = {"reward_fn": reward, "group_size": 3, "max_new_tokens": 6, "learning_rate": 3e-3, "kl_coef": 0.05}
     options = {"micro_batch_tokens": 40, "old_logps": "rollout", **known, **options}
-    return lambda **more: (GRPO(model=model(), **options, **more), [{"prompts": batch} for batch in BATCHES])
+    return lambda **more: (GRPO(model=model(), **options, **more), [{"prompts": batch} for batch in batches])
 
 
 def sft(model=double, **options):
@@ -133,6 +134,7 @@ CASES = {
     "grpo-batch": grpo(loss_type="dapo", advantage_scale="batch", old_logps="recompute"),
     "grpo-cispo": grpo(loss_type="cispo", clip_eps=(0.2, 2.0), importance_cap=1.5, old_logps="auto"),
     "grpo-sequence": grpo(importance_level="sequence", entropy_coef=0.01, top_k=12, old_logps="auto"),
+    "grpo-prefixes-float32": grpo(lambda: double(max_length=128), LONG, micro_batch_tokens=170, old_logps="recompute"),
     "grpo-again": grpo(reward_fn=rarely, resample_rounds=2),
     "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01),
     "grpo-sapo": grpo(loss_type="sapo", kl_estimator="k2", old_logps="recompute", importance_cap=(0.5, 2.0)),
@@ -168,6 +170,7 @@ TIMES = ("tokens_per_second", "environment/seconds", "eval/environment/seconds")
 SERVED = {
     "served": served(0, importance_cap=2.0, old_logps="auto"),
     "served-again": served(1, reward_fn=rarely, resample_rounds=1),
+    "served-turns": served(4, environment=Turns, reward_fn=None, max_new_tokens=3),
     "served-lora": served(2, lora={"r": 2}, sync="lora"),
     "served-distill": lambda **more: distill(
         lambda **changes: llama(eos_token_id=EOS, **changes), rollout_server=os.environ["STROP_TEST_SERVERS"].split()[3]

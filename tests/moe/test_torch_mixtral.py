@@ -8,7 +8,7 @@ from yardstick import clearly_greedy
 
 torch = pytest.importorskip("torch")
 
-from torch_models import IDS, assert_same_grads, grads, mixtral_of, module, same_tensor  # noqa: E402
+from torch_models import IDS, mixtral_of, module, same_tensor  # noqa: E402
 
 from strop.moe.torch import MoEForCausalLM  # noqa: E402
 
@@ -44,6 +44,7 @@ def test_other_arguments_work_as_in_mixtral(moe_engine, transformers):
             {"labels": labels, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)},
         ):
             found, want = model(ids, mask, **arguments), mixtral(ids, mask, **arguments)
+            assert type(found) is type(want)
             assert found.logits.shape == want.logits.shape
             columns = [*range(9)][-want.logits.shape[1] :]
             assert (found.logits - want.logits)[mask[:, columns].bool()].abs().max() <= 1e-5
@@ -136,21 +137,3 @@ def test_state_dicts_go_both_ways(moe_engine, transformers):
         other = module(moe_engine, seed=1, tie_embeddings=tied)
         other.load_state_dict(mixtral.state_dict())
         same_tensor(other(IDS).logits, model(IDS).logits, model)
-
-
-@pytest.mark.parametrize("changes", [{}, {"aux_loss_coef": 0.5}, {"tie_embeddings": True, "num_kv_heads": 1}])
-def test_logits_loss_and_gradients_are_mixtrals(moe_engine, transformers, changes):
-    model = module(moe_engine, std=0.15, vocab_size=40, **changes)
-    mixtral = mixtral_of(model.moe)
-    ids, mask, labels = ragged_batch(model.config)
-    want, found = mixtral(ids, mask, labels=labels), model(ids, mask, labels=labels)
-    assert type(found) is type(want)
-    assert (found.logits - want.logits)[mask.bool()].abs().max() <= 1e-5
-    assert not found.logits[~mask.bool()].any()
-    assert found.loss.item() == pytest.approx(want.loss.item(), abs=1e-6, rel=1e-6)
-    assert (found.aux_loss is None) == (want.aux_loss is None)
-    if want.aux_loss is not None:
-        assert found.aux_loss.item() == pytest.approx(want.aux_loss.item(), rel=1e-6)
-    want.loss.backward()
-    found.loss.backward()
-    assert_same_grads(grads(model), grads(mixtral))

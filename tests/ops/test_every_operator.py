@@ -35,7 +35,6 @@ from yardstick import (
     clip_of,
     eager_logps,
     float64,
-    options_of_case,
     same,
 )
 
@@ -139,59 +138,17 @@ def test_gradients_against_finite_differences(case, backend, workspace):
             )
 
 
-def head_of(logits, name):
-    """Logits as an operator takes them: hidden states that are the logits have a head that is the identity."""
-    if name not in LINEAR:
-        return {"policy_logits" if name == "grpo_loss" else "logits": logits} | (
-            {"ref_logits": None} if name == "grpo_loss" else {}
-        )
-    return {"hidden": logits, "weight": torch.eye(logits.shape[-1], dtype=torch.float64), "workspace": 200}
-
-
 @on_every_backend(["logp", "linear_logp"], torch.float64)
 def test_trl_golden_log_probs(case, backend, golden):
     assert golden["logp"]
     for known in golden["logp"]:
-        options = {"ids": torch.tensor(known["ids"]), "temperature": known["temperature"], "entropy": True}
-        found, entropy = call(case, backend, head_of(float64(known["logits"]), case) | options)
+        logits = float64(known["logits"])
+        given = {"ids": torch.tensor(known["ids"]), "temperature": known["temperature"], "entropy": True}
+        # hidden states that are the logits have a head that is the identity
+        head = {"hidden": logits, "weight": torch.eye(logits.shape[-1], dtype=torch.float64), "workspace": 200}
+        found, entropy = call(case, backend, given | ({"logits": logits} if case == "logp" else head))
         torch.testing.assert_close(found, float64(known["logp"]), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(entropy, float64(known["entropy"]), rtol=1e-9, atol=1e-9)
-
-
-def two_tokens(logps):
-    """Logits of two tokens, the first of which has this log-prob."""
-    return torch.stack([logps, torch.log1p(-logps.exp())], -1)
-
-
-@on_every_backend(LOSSES, torch.float64)
-def test_trl_golden_policy_losses(case, backend, golden):
-    for known in golden["grpo"]:
-        logps = float64(known["logp"])
-        logits = two_tokens(logps).requires_grad_()
-        given = {
-            "action_ids": torch.zeros(logps.shape, dtype=torch.long), "old_logps": float64(known["old_logp"]), "rewards": None,
-            "completion_mask": torch.tensor(known["mask"]), "advantages": float64(known["advantages"]),
-            "ref_logps": float64(known["ref_logp"]), **options_of_case(known),
-        }  # fmt: skip
-        found = call(case, backend, head_of(logits, case) | given)
-        found.loss.backward()
-        assert found.loss.item() == pytest.approx(known["loss"], rel=1e-9, abs=1e-9)
-        d_logps = float64(known["grad"])  # d logp / d logits = (1 − p, −(1 − p))
-        expected = (d_logps * -torch.expm1(logps))[..., None] * float64([1, -1])
-        torch.testing.assert_close(logits.grad, expected, rtol=1e-8, atol=1e-9)
-
-
-@on_every_backend(["linear_dpo_loss"], torch.float64)
-def test_trl_golden_preference_losses(case, backend, golden):
-    for known in golden["dpo"]:
-        given = head_of(two_tokens(float64(known["logps"])), case)
-        given |= {name: known[name] for name in ("loss_type", "beta", "label_smoothing")}
-        given |= {"completion_mask": torch.tensor(known["completion_mask"])}
-        given |= {
-            "ids": torch.zeros_like(given["completion_mask"]),
-            "ref_logps": float64(known["ref_chosen"] + known["ref_rejected"]),
-        }
-        assert call(case, backend, given).loss.item() == pytest.approx(known["loss"], rel=1e-9, abs=1e-9)
 
 
 @on_every_backend(["linear_divergence"], torch.float64)

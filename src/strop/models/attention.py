@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
+from strop._types import Foreign
+
 PADDED = 1.25  # the largest ratio of a row's length to its sequence's
 NAME = "strop"  # of this attention in transformers' registry
 
@@ -256,7 +258,7 @@ HARMLESS = {"is_causal", "position_ids", "cache_position", "output_attentions", 
 
 
 def attention(
-    module: Any,
+    module: Foreign,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -340,7 +342,7 @@ class Span:
     chunk: int = 0
 
 
-def seen_by(*_: object, mask_function: Callable[..., object], **others: object) -> Span | None:
+def seen_by(*_: object, mask_function: Foreign, **others: object) -> Span | None:
     """Return the span of the mask that transformers would build from this function; None is plain causal.
 
     Raise Unsupported if the function is unknown. The pass itself separates the sequences of a row.
@@ -351,7 +353,7 @@ def seen_by(*_: object, mask_function: Callable[..., object], **others: object) 
     return Span(bounds.get("window", 0), bounds.get("chunk", 0)) if len(bounds) > 1 else None
 
 
-def _bounds(function: Any) -> dict[str, int]:
+def _bounds(function: Foreign) -> dict[str, int]:
     from transformers import masking_utils as masks
 
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -375,7 +377,7 @@ def _bounds(function: Any) -> dict[str, int]:
 
 @contextlib.contextmanager
 def attending(
-    model: Any, modules: Sequence[nn.Module] | None = None, rules: dict[int, Rule] | None = None
+    model: nn.Module, modules: Sequence[nn.Module] | None = None, rules: dict[int, Rule] | None = None
 ) -> Iterator[None]:
     """Make the model's attention layers call `attention`.
 
@@ -430,7 +432,7 @@ def also_again(
     checkpointed = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     before = [module._gradient_checkpointing_func for module in checkpointed]
 
-    def again(checkpoint: Callable[..., object], layer: Callable[..., object], *arguments: object) -> Any:
+    def again(checkpoint: Callable[..., object], layer: Callable[..., object], *arguments: object) -> object:
         def once_more(*arguments: object) -> object:
             with within():
                 return layer(*arguments)

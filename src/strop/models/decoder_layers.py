@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
 
+from strop._types import Foreign
 from strop.models.attention import Unsupported
 
 # names of the modules that make up a layer and its parts
@@ -64,7 +65,7 @@ class RMSNorm(NamedTuple):
     offset: int
 
 
-def check_layer(layer: Any) -> None:
+def check_layer(layer: Foreign) -> None:
     """Raise Unsupported, with the reason, unless the layer has the parts of a common decoder layer."""
     if "forward" in vars(layer):
         raise Unsupported(f"the forward of its {type(layer).__name__} has been replaced")
@@ -76,7 +77,7 @@ def check_layer(layer: Any) -> None:
     activation_of(layer.mlp.act_fn)
 
 
-def check_parts(module: nn.Module, wanted: set[str], optional: Collection[str] = ()) -> None:
+def check_parts(module: Foreign, wanted: set[str], optional: Collection[str] = ()) -> None:
     """Raise Unsupported unless these are the module's parts, with all or none of the optional ones."""
     found = {name for name, _ in module.named_children()}
     if odd := found ^ wanted ^ (found.intersection(optional) and set(optional)):
@@ -87,24 +88,24 @@ def check_parts(module: nn.Module, wanted: set[str], optional: Collection[str] =
         )
 
 
-def projections_of(layer: Any) -> list[Any]:
+def projections_of(layer: Foreign) -> list[Any]:
     """Return q, k, v, o, gate, up and down. Reading `_modules` is faster than a module's attributes."""
     attn, mlp = layer._modules["self_attn"]._modules, layer._modules["mlp"]._modules
     return [*(attn[name] for name in PROJECTIONS[:4]), *(mlp[name] for name in PROJECTIONS[4:])]
 
 
-def norms_of(layer: Any) -> list[Any]:
+def norms_of(layer: Foreign) -> list[Any]:
     """Return the norms before attention and before the MLP, then those of queries and keys if the layer has them."""
     attn = layer._modules["self_attn"]._modules
     head_norms = [attn[name] for name in ("q_norm", "k_norm") if name in attn]
     return [layer._modules["input_layernorm"], layer._modules["post_attention_layernorm"], *head_norms]
 
 
-def eps_of(norm: nn.Module) -> float | None:
+def eps_of(norm: Foreign) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def rms_norm_of(module: Any) -> RMSNorm:
+def rms_norm_of(module: Foreign) -> RMSNorm:
     """Return a norm's weight, eps and offset (RMSNorm of ones is weight + offset). Raise Unsupported if it is no RMSNorm."""
     eps = eps_of(module)
     if not isinstance(eps, float) or set(dict(module.named_parameters())) != {"weight"}:
@@ -118,7 +119,7 @@ def rms_norm_of(module: Any) -> RMSNorm:
     raise Unsupported(f"its {type(module).__name__} is no RMSNorm")
 
 
-def activation_of(function: Any) -> str:
+def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
     """Return a function's name in ACTIVATIONS. Raise Unsupported if it is not one of them."""
     x = torch.linspace(-4, 4, 33)
     with torch.no_grad():

@@ -54,7 +54,7 @@ class Runs:
 
 @triton.jit
 def cache_of(table_ptr, layer, SLOT: tl.constexpr, kind: tl.constexpr):
-    """Where a layer's keys and values begin in a rollout's cache [layer, 2, slots, SLOT]."""
+    """Return where a layer's keys and values begin in a rollout's cache [layer, 2, slots, SLOT]."""
     keys_ptr, num_slots = tl.load(table_ptr).to(tl.pointer_type(kind)), tl.load(table_ptr + 1)
     keys_ptr += layer.to(tl.int64) * 2 * num_slots * SLOT
     return keys_ptr, keys_ptr + num_slots * SLOT
@@ -68,7 +68,7 @@ def attend_kernel(
     D: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q·kᵀ·scale/log₂e)·v of a tile: BLOCK_M // R tokens of a sequence, with the R query heads of a key head.
+    """Write softmax(q·kᵀ·scale/log₂e)·v of a tile: BLOCK_M // R tokens of a sequence, for the R query heads of a key head.
 
     TABLE: keys and values are slots of a rollout's cache, whose address and size the table has (see strop.rollout.kernels).
     """
@@ -81,7 +81,7 @@ def attend_kernel(
     kind: tl.constexpr = q_ptr.dtype.element_ty
     if TABLE:
         k_ptr, v_ptr = cache_of(table_ptr, layer, KV_STRIDE, kind)
-    else:  # layer is 0: the compiler hears of an alignment of sums, not of arguments
+    else:  # layer is 0; adding it makes a sum, because `tl.multiple_of` has no effect on an argument
         k_ptr, v_ptr = k_ptr + layer * 16, v_ptr + layer * 16
     k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
     m, d, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
@@ -93,7 +93,7 @@ def attend_kernel(
     q = tl.load(q_ptr + token[:, None] * Q_STRIDE + of_head, mask=here, other=0.0)
     first = tl.load(position_ptr + row)
     position = first + token
-    end = first + tl.minimum(tile * tokens + tokens, count)  # behind the last key that a query of the tile sees
+    end = first + tl.minimum(tile * tokens + tokens, count)  # the end of the keys that queries of the tile see
     begin = 0
     if WINDOW:
         begin = tl.maximum(first + tile * tokens + 1 - window, 0) // BLOCK_S * BLOCK_S
@@ -118,7 +118,7 @@ def attend_kernel(
         new = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2((top - new) * scale)
         p = tl.where(seen, tl.exp2((scores - new[:, None]) * scale), 0.0)
-        weight = tl.fma(weight, shrink, tl.sum(p, 1))  # said so: a compiler may fuse the two or not
+        weight = tl.fma(weight, shrink, tl.sum(p, 1))  # explicit, because a compiler may or may not fuse the two
         out = multiplied(p.to(kind), v, out * shrink[:, None], PRECISION)
         top = new
 

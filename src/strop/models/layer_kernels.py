@@ -24,7 +24,7 @@ GATE_BLOCK = 1024
 def _tile(
     start, end, stride: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Where the numbers of ROWS rows are, in tokens that lie `stride` apart, and which are there."""
+    """Return offsets and mask of ROWS rows, in tokens that are `stride` apart."""
     row, i = start + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at = (row // HEADS) * stride + (row % HEADS) * H
     return at[:, None] + i[None, :], (row[:, None] < end) & (i[None, :] < H)
@@ -61,7 +61,7 @@ def norm_bwd_kernel(
     PAST: tl.constexpr, AGAIN: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
     DN_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of `rows_each` rows: their gradient, their norm AGAIN, and their sum of the weight's gradient."""
+    """Write the gradient of `rows_each` rows, their sum of the weight's gradient, and with AGAIN their recomputed norm."""
     program, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     first = program * rows_each
     end = tl.minimum(first + rows_each, num_rows)
@@ -147,7 +147,7 @@ def rotate_kernel(
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, Q_OUT_STRIDE: tl.constexpr, K_OUT_STRIDE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token."""
+    """Rotate the heads of q and k; one program per token."""
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     half: tl.constexpr = D // 2
     here = d < half
@@ -191,7 +191,7 @@ def rotate(q, k, cos, sin, into, backward=False):
 
 @aligned
 def gate_kernel(gu_ptr, a_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a block of a token's row."""
+    """Write a = g·σ(g)·u; one program per block of a token's row."""
     row, at, here = _gate_block(F, BLOCK)
     g = tl.load(gu_ptr + row * 2 * F + at, mask=here).to(tl.float32)
     u = tl.load(gu_ptr + row * 2 * F + F + at, mask=here).to(tl.float32)
@@ -201,7 +201,7 @@ def gate_kernel(gu_ptr, a_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
 
 @aligned
 def gate_bwd_kernel(a_ptr, gu_ptr, d_gu_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
-    """`a_ptr` holds da and gets a, computed again."""
+    """Write the gradient of [g, u]; `a_ptr` holds da and is overwritten by the recomputed a."""
     row, at, here = _gate_block(F, BLOCK)
     da = tl.load(a_ptr + row * F + at, mask=here).to(tl.float32)
     g = tl.load(gu_ptr + row * 2 * F + at, mask=here).to(tl.float32)

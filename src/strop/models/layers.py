@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from strop._types import Context
+from strop._types import Context, Foreign
 from strop.models import layer_kernels as kernels
 from strop.models.attention import Packed, Rule, Unsupported, current_pass
 from strop.models.decoder_layers import (
@@ -48,11 +48,11 @@ class Fused:
     by      `Fast`, or `Exact`, whose sums have a fixed order and which has no fallback
     """
 
-    layers: list[Any]
+    layers: list[nn.Module]
     rules: list[Rule]
-    norm: Any
+    norm: nn.Module
     parts: list[nn.Module]
-    by: Any
+    by: "type[Fast] | type[Exact]"
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -69,7 +69,9 @@ class Fused:
         """Return which layer's fused output or gradient differs from its own when `read` runs the model; None if none does."""
         found: list[str] = []
 
-        def compared(module: nn.Module, forward: Callable[..., object], x: torch.Tensor, **known: object) -> Any:
+        def compared(
+            module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, **known: object
+        ) -> torch.Tensor:
             own = functools.partial(type(module).forward, module)
             wanted, ours = (_with_gradients(module, one, x, known) for one in (own, forward))
             for what, values in wanted.items():
@@ -108,7 +110,7 @@ def fused(model: torch.nn.Module, rules: dict[int, Rule], exact: bool = False) -
     return Fused(layers, [rules[layer.self_attn.layer_idx] for layer in layers], norm, parts, Exact if exact else Fast)
 
 
-def _check_trainable(layer: Any) -> None:
+def _check_trainable(layer: Foreign) -> None:
     """Raise Unsupported if the kernels of this file cannot compute the layer. Rollouts support more kinds."""
     if activation_of(layer.mlp.act_fn) != "silu":
         raise Unsupported(f"its activation is {type(layer.mlp.act_fn).__name__}")
@@ -123,13 +125,13 @@ def _check_trainable(layer: Any) -> None:
         raise Unsupported("its norms add an offset to their weights")
 
 
-def _is_plain(layer: object) -> bool:
+def _is_plain(layer: Foreign) -> bool:
     """Return whether all projections are plain nn.Linear. Adapters and quantised weights are other classes."""
     return all(type(one) is nn.Linear for one in projections_of(layer))
 
 
 def _with_gradients(
-    module: nn.Module, forward: Callable[..., Any], x: torch.Tensor, known: dict[str, Any]
+    module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, known: dict[str, object]
 ) -> dict[str, torch.Tensor]:
     """Return the output, and the gradients of the input and of the norms' weights for a fixed output gradient."""
     parts: list[Any] = [part for part in module.modules() if eps_of(part) is not None]
@@ -149,7 +151,7 @@ def _with_gradients(
 def _layer(
     layer: Any,
     rule: Rule,
-    by: object,
+    by: "type[Fast] | type[Exact]",
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **others: object,
@@ -275,7 +277,7 @@ class FusedLayer(torch.autograd.Function):
         dx_NH, n1_NH = torch.empty_like(x_NH), n2_NH
         d_w1 = kernels.norm_bwd(d_qkv_NW @ qkv, x_NH, w_1, r1_N, dx_NH, past=dh_NH, n=n1_NH)
         d_qkv = _of_weights(wants[:3], d_qkv_NW, n1_NH, projections[:3])
-        d_biases: Any = [None] * 3
+        d_biases: Sequence[torch.Tensor | None] = [None] * 3
         if any(wants[3:6]):
             d_biases = d_qkv_NW.sum(0, dtype=torch.float32).split([len(one) for one in projections[:3]])
         return (
@@ -289,7 +291,7 @@ class Attention:
 
     pass_: Packed
     rule: Rule
-    by: Any
+    by: "type[Fast] | type[Exact]"
 
     def forward(self, *states: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the output [N, Q, D] for q, k and v, and the other tensors that the backward needs."""
@@ -332,7 +334,7 @@ def _computed_in(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[Any, Any]) -> tuple[Any, ...]:
+def _copied(projections: Sequence[Any], dtype: torch.dtype, memory: dict[object, Any]) -> tuple[Any, ...]:
     """Return (qkv, o, gate_up, down, bias or None) in `dtype`: a layer's weights, copied by one kernel.
 
     One joined matmul is faster than several, and the gradient of its input is one matmul too. Layers of one shape share one

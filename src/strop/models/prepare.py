@@ -19,7 +19,9 @@ from strop.models.policy import Policy
 from strop.models.quantized import quantization_of
 
 
-def prepared_model(policy: Policy, run: RunConfig, lora: LoRAConfig | None, quantize: str | None = None) -> Any:
+def prepared_model(
+    policy: Policy, run: RunConfig, lora: LoRAConfig | None, quantize: str | None = None
+) -> torch.nn.Module:
     """Return the policy's model with quantisation, adapters, dropout, checkpointing and compilation as configured."""
     model: Any = policy.model
     if quantize is not None and (found := quantization_of(model)) is None:

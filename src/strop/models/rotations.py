@@ -9,10 +9,11 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+
+from strop._types import Foreign
 
 BOUNDARY = re.compile(r"max_position|max_seq_len|context_length")  # in names of fields of configs and modules
 
@@ -22,14 +23,14 @@ class Rotation:
     """A call that a model makes to a rotary module, with the arguments it used."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
+    arguments: tuple[object, ...]
+    named: tuple[tuple[str, object], ...]
 
     def __call__(self, *positions: int) -> list[torch.Tensor]:
         """Return the module's output for positions 0 and 1 when the given positions follow them."""
         device = next(self.module.buffers()).device
 
-        def other(value: Any) -> Any:
+        def other(value: object) -> object:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.is_floating_point():
@@ -53,7 +54,7 @@ def rotations(model: nn.Module) -> Iterator[list[Rotation]]:
     found: dict[tuple[int, str], Rotation] = {}
     result: list[Rotation] = []
 
-    def look(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def look(module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
         options = [value for value in (*arguments, *named.values()) if not isinstance(value, torch.Tensor)]
         found.setdefault((id(module), repr(options)), Rotation(module, arguments, tuple(named.items())))
 
@@ -111,7 +112,7 @@ class Boundaries:
             rotation()
 
 
-def boundaries_of(rotations: list[Rotation], config: object) -> Boundaries | None:
+def boundaries_of(rotations: list[Rotation], config: Foreign) -> Boundaries | None:
     """Return the `Boundaries` of rotations that change with the longest row of a call; None if none changes."""
     boundaries: set[int] = set()
     apart: int | None = None
@@ -130,12 +131,12 @@ def boundaries_of(rotations: list[Rotation], config: object) -> Boundaries | Non
     return Boundaries(tuple(sorted(boundaries)), apart, tuple(rotations)) if boundaries or apart is not None else None
 
 
-def _lengths(config: Any) -> set[int]:
+def _lengths(config: Foreign) -> set[int]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return _lengths_in(vars(text))
 
 
-def _lengths_in(fields: dict[str, Any]) -> set[int]:
+def _lengths_in(fields: dict[str, object]) -> set[int]:
     found = {size for name, size in fields.items() if type(size) is int and size > 2 and BOUNDARY.search(str(name))}
     for value in fields.values():
         found |= _lengths_in(value) if type(value) is dict else set()

@@ -23,6 +23,7 @@ from strop.models.kinds import unwrapped
 
 RECORDED = torch.int16  # dtype of recorded expert ids
 Within = Callable[[], contextlib.AbstractContextManager[object]]  # makes the context in which a forward runs
+RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits, weights and experts
 NONE = -1  # stands for an expert where no choice was recorded
 
 
@@ -42,13 +43,13 @@ class Routers:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], torch.Tensor]]:
         """Yield a function that returns the experts [N, L, k] of the latest forward."""
-        chosen: list[Any] = [None] * len(self.modules)
+        chosen: dict[int, torch.Tensor] = {}
 
-        def keep(layer: int, output: Any) -> None:
+        def keep(layer: int, output: RouterOutput) -> None:
             chosen[layer] = output[2].to(RECORDED)
 
         with self._hooked(keep):
-            yield lambda: torch.stack(chosen, 1)
+            yield lambda: torch.stack([chosen[layer] for layer in range(len(self.modules))], 1)
 
     def replay(self, chosen_NLk: torch.Tensor) -> "Replay":
         """Return the replay of these experts in a forward of N tokens. Where an entry is NONE, the router chooses."""
@@ -63,10 +64,10 @@ class Routers:
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.normalises else weights_Nk
 
     @contextlib.contextmanager
-    def _hooked(self, hook: Callable[[int, object], object]) -> Iterator[None]:
+    def _hooked(self, hook: Callable[[int, RouterOutput], object]) -> Iterator[None]:
         """Call the hook after every router. hook   (layer, router output) → another output, or None to keep it"""
 
-        def of_layer(layer: int, module: nn.Module, arguments: object, output: object) -> object:
+        def of_layer(layer: int, module: nn.Module, arguments: object, output: RouterOutput) -> object:
             return hook(layer, output)
 
         handles = [
@@ -110,7 +111,7 @@ class Replay:
         places = (self.chosen_NLk[..., 0] != NONE).sum()
         self.routers.counts.append(torch.stack([torch.stack(list(self.changed.values())).sum(), places]))
 
-    def _exchange(self, layer: int, output: Any) -> tuple[torch.Tensor, ...]:
+    def _exchange(self, layer: int, output: RouterOutput) -> RouterOutput:
         logits_NE, weights_Nk, own_Nk = output
         chosen_Nk = self.chosen_NLk[:, layer].to(own_Nk.dtype)
         if len(chosen_Nk) != len(own_Nk):

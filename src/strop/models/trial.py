@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from strop._types import Foreign
 from strop.data.batch import PaddedRows, TokenBatch, Trajectory
 from strop.models.attention import Rule, Unsupported
 from strop.models.decoder_layers import ALLOWED, relative_error
@@ -23,6 +24,7 @@ from strop.models.rotations import boundaries_of, rotations
 from strop.ops.registry import on_gpu, on_gpu_or_interpreted
 
 if TYPE_CHECKING:
+    from strop.models.layers import Fused
     from strop.models.policy import Policy
 
 Part = Callable[[Any], torch.Tensor]  # selects from the output of a forward
@@ -137,9 +139,9 @@ def shortened(model: nn.Module) -> Iterator[bool]:
     afterwards. Yield whether there are any. If so, short rows show what happens beyond them."""
     config = getattr(base_model(model), "config", None)
     configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", ()))]
-    owners: list[Any] = [one for one in configs if one is not None] + list(model.modules())
+    owners: list[Foreign] = [one for one in configs if one is not None] + list(model.modules())
     holders = {id(vars(owner)): vars(owner) for owner in owners}
-    long: list[tuple[Any, str, int]] = [
+    long: list[tuple[dict[str, object], str, int]] = [
         (fields, name, size)
         for fields in holders.values()
         for name, size in fields.items()
@@ -189,59 +191,12 @@ def gives_logits(head: nn.Linear, states_NH: torch.Tensor, wanted_NV: torch.Tens
     return bool((wanted_NV.float() - found_NV.float()).abs().max() <= 8 * eps * wanted_NV.float().abs().max())
 
 
-Read = Callable[[dict[int, Rule] | None], tuple[torch.Tensor, dict[int, Rule]]]
-"""Rules of attention, or None to learn them, → logits of packed sequences, and what each layer asked of attention."""
-
-
-def packing(
-    read: Read, num_layers: int | None, wanted_NV: torch.Tensor, with_another: Read | None = None
-) -> dict[int, Rule] | str:
-    """Return the attention rule of each layer, or the reason why the model cannot read packed sequences.
-
-    with_another   the same as `read` with other tokens in the first sequence, if the model is told where sequences end:
-                   then layers without attention may keep them apart too, and the trial shows whether they do
-    """
-    try:
-        _, rules = read(None)
-        # a layer that did not call strop's attention, and was told of no sequences, has mixed them
-        if with_another is None and (missing := (num_layers or 0) - len(rules)) > 0:
-            return f"{missing} of its layers do not attend through transformers' interface"
-        found_NV, _ = read(rules)
-        another_NV = found_NV if with_another is None else with_another(rules)[0]
-    except Unsupported as error:
-        return str(error)
-    except Exception as error:  # a foreign forward may raise anything; then packing is not used
-        return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
-    if why := differs(found_NV, wanted_NV, "packed sequences"):
-        return why
-    if with_another is not None:
-        beginning = slice(FIRST_ROW, 2 * FIRST_ROW)  # of the second row, where a state carried over shows most
-        change = relative_error(another_NV[beginning], found_NV[beginning])
-        if not change <= max(torch.finfo(found_NV.dtype).eps, ROUNDING):
-            return f"a sequence changes the next one (relative error {change:.1e})"
-    return rules
-
-
-def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
-    """Return how the logits of rows read together differ from those of each row alone; None if they do not."""
-    error = relative_error(found_NV, wanted_NV)
-    if error <= ALLOWED[wanted_NV.dtype].training:
-        return None
-    return f"its logits of {what} are not those of its rows (relative error {error:.1e})"
-
-
-def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
-    """Return how the logits from `read` differ, or its exception as text; None if they do not differ."""
-    try:
-        return differs(read(), wanted_NV, what)
-    except Exception as error:  # whatever a foreign forward raises
-        return f"its forward fails on {what} ({type(error).__name__}: {error})"
-
-
-def fusing(model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False) -> Any:
+def fusing(
+    model: torch.nn.Module, rules: dict[int, Rule], read: Callable[[], object], exact: bool = False
+) -> "Fused | str":
     """Return the fused decoder layers, or the reason why they are not fused. exact: see `models.exact`"""
     if (reason := (on_gpu_or_interpreted if exact else on_gpu)(next(model.parameters()))) is not True:
-        return reason
+        return str(reason)
     from strop.models.layers import fused  # imports Triton
 
     try:
@@ -265,6 +220,11 @@ class TrialRows(NamedTuple):
     alone: list[TokenBatch]
     twice: TokenBatch
     wanted_NV: torch.Tensor
+
+    @property
+    def wanted_twice_NV(self) -> torch.Tensor:
+        """The outputs of `twice`: two times those of the longest row alone."""
+        return self.wanted_NV[-self.alone[-1].num_tokens :].repeat(2, 1)
 
 
 def try_out(policy: "Policy") -> None:
@@ -338,123 +298,142 @@ def try_reading(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
     """
     inner = policy.inner
     policy.modules = list(inner.modules())
+    trial = Trial(policy, module, part)
     with rotations(inner) as calls:
-        rows = _trial_rows(policy, module, part)
+        rows = trial.rows()
     with contextlib.suppress(Exception):  # rotary modules with unknown arguments cannot be tested
         policy.boundaries = boundaries_of(calls, policy.config)
     if policy.boundaries is not None:  # now with all rows on one side of the boundaries
-        rows = _trial_rows(policy, module, part)
+        rows = trial.rows()
     policy.indexed = False
-    found = _try_packing(policy, module, part, rows)
+    found = trial.packing(rows)
     if isinstance(found, str) and policy.model is inner:
         policy.indexed = True
-        told = _try_packing(policy, module, part, rows)
+        told = trial.packing(rows)
         policy.indexed = not isinstance(told, str)
         found = f"{found}; told where they end, {told}" if isinstance(told, str) else told
-    policy.no_packing_because, policy.no_padding_because = _try_together(policy, module, part, rows, found)
-    policy.no_sharing_because = _try_sharing(policy, module, part, rows)
-    rules = policy.rules
+    policy.no_packing_because = found if isinstance(found, str) else None
+    policy.no_padding_because = trial.padding(rows) if isinstance(found, str) else None
+    policy.rules = {} if isinstance(found, str) else found
+    policy.no_sharing_because = trial.sharing(rows, found)
     with shortened(inner) as is_shorter:
-        if is_shorter and (shorter := _shorter_rows(policy, module, part)) is not None:
-            why = _try_together(policy, module, part, shorter, _try_packing(policy, module, part, shorter))
-            policy.no_packing_because = policy.no_packing_because or why[0]
-            policy.no_padding_because = policy.no_padding_because or why[1]
-            policy.no_sharing_because = policy.no_sharing_because or _try_sharing(policy, module, part, shorter)
-    policy.rules = rules
+        shorter = None
+        with contextlib.suppress(Exception):  # whatever a foreign forward raises with shorter windows
+            shorter = trial.rows() if is_shorter else None
+        if shorter is not None:
+            found = trial.packing(shorter)
+            if isinstance(found, str):
+                policy.no_packing_because = policy.no_packing_because or found
+                policy.no_padding_because = policy.no_padding_because or trial.padding(shorter)
+            policy.no_sharing_because = policy.no_sharing_because or trial.sharing(shorter, found)
     return rows
 
 
-def _shorter_rows(policy: "Policy", module: nn.Module, part: Part) -> TrialRows | None:
-    """Return the rows of a trial; None if the model fails with shorter windows."""
-    try:
-        return _trial_rows(policy, module, part)
-    except Exception:  # whatever a foreign forward raises
-        return None
+@dataclasses.dataclass
+class Trial:
+    """A trial of one module of a policy: its model, or the model's decoder. `part` selects from the module's output."""
 
+    policy: "Policy"
+    module: nn.Module
+    part: Part
 
-def _trial_rows(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
-    lengths = trial_lengths(policy)
-    ids = torch.arange(1, sum(lengths) + 1) % (policy.vocab_size or 13)
-    trajectories = [Trajectory.of(row[:1], row[1:]) for row in ids.split(list(lengths))]
-    alone = [TokenBatch.of([one], policy.device) for one in trajectories]
-    wanted_NV = torch.cat([policy.read_padded(module, one, part) for one in alone])
-    other_ids = [(ids[: lengths[0]] + 1) % (policy.vocab_size or 13), *ids[lengths[0] :].split(list(lengths[1:]))]
-    return TrialRows(
-        TokenBatch.of(trajectories, policy.device),
-        TokenBatch.of([Trajectory.of(row[:1], row[1:]) for row in other_ids], policy.device),
-        alone,
-        TokenBatch.of([trajectories[-1], trajectories[-1]], policy.device),
-        wanted_NV,
-    )
-
-
-def _try_packing(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> dict[int, Rule] | str:
-    """Return the attention rules, or why rows cannot be packed."""
-    if policy.model is not policy.inner:
-        return "it is compiled, for shapes that do not change"
-    if "position_ids" not in policy.arguments and not policy.indexed:
-        return "its forward takes no position_ids"
-
-    def read(batch: TokenBatch, rules: dict[int, Rule] | None) -> tuple[torch.Tensor, dict[int, Rule]]:
-        return policy.read_packed(module, batch, part, rules)
-
-    return packing(
-        functools.partial(read, rows.batch),
-        of_config(policy.config, "num_hidden_layers"),
-        rows.wanted_NV,
-        functools.partial(read, rows.with_another) if policy.indexed else None,
-    )
-
-
-def _try_together(
-    policy: "Policy", module: nn.Module, part: Part, rows: TrialRows, found: dict[int, Rule] | str
-) -> tuple[str | None, str | None]:
-    """Fill in the attention rules. Return why rows cannot be packed and why they cannot be padded, or None for each.
-
-    found   the result of `_try_packing`
-    """
-    if not isinstance(found, str):
-        policy.rules = found
-        return None, None
-    no_padding = attempted(lambda: policy.read_padded(module, rows.batch, part), rows.wanted_NV, "padded rows")
-    if no_padding is not None:
-        why = attempted(
-            lambda: policy.read_padded(module, rows.twice, part),
-            rows.wanted_NV[-rows.alone[-1].num_tokens :].repeat(2, 1),
-            "rows of one length",
+    def rows(self) -> TrialRows:
+        """Return the rows of the trial, and what the module computes for each of them alone."""
+        lengths, num_ids = trial_lengths(self.policy), self.policy.vocab_size or 13
+        rows = (torch.arange(1, sum(lengths) + 1) % num_ids).split(list(lengths))
+        trajectories, others = (
+            [Trajectory.of(row[:1], row[1:]) for row in some] for some in (rows, [(rows[0] + 1) % num_ids, *rows[1:]])
         )
-        if why is not None:
-            name = type(policy.inner).__name__
+        device = self.policy.device
+        alone = [TokenBatch.of([one], device) for one in trajectories]
+        wanted_NV = torch.cat([self.policy.read_padded(self.module, one, self.part) for one in alone])
+        batch, with_another = (TokenBatch.of(some, device) for some in (trajectories, others))
+        return TrialRows(batch, with_another, alone, TokenBatch.of([trajectories[-1]] * 2, device), wanted_NV)
+
+    def packing(self, rows: TrialRows) -> dict[int, Rule] | str:
+        """Return the attention rule of each layer, or the reason why the module cannot read packed sequences.
+
+        If the model is told where sequences end, layers without attention may keep them apart too. Other tokens in the first
+        sequence show whether they do.
+        """
+        policy = self.policy
+        if policy.model is not policy.inner:
+            return "it is compiled, for shapes that do not change"
+        if "position_ids" not in policy.arguments and not policy.indexed:
+            return "its forward takes no position_ids"
+        read = functools.partial(policy.read_packed, self.module, part=self.part)
+        try:
+            _, rules = read(rows.batch, rules=None)
+            # a layer that did not call strop's attention, and was told of no sequences, has mixed them
+            missing = (of_config(policy.config, "num_hidden_layers") or 0) - len(rules)
+            if missing > 0 and not policy.indexed:
+                return f"{missing} of its layers do not attend through transformers' interface"
+            found_NV, _ = read(rows.batch, rules=rules)
+            another_NV = read(rows.with_another, rules=rules)[0] if policy.indexed else found_NV
+        except Unsupported as error:
+            return str(error)
+        except Exception as error:  # a foreign forward may raise anything; then packing is not used
+            return f"its forward fails on packed sequences ({type(error).__name__}: {error})"
+        if why := differs(found_NV, rows.wanted_NV, "packed sequences"):
+            return why
+        beginning = slice(FIRST_ROW, 2 * FIRST_ROW)  # of the second row, where a state carried over shows most
+        change = relative_error(another_NV[beginning], found_NV[beginning])
+        if not change <= max(torch.finfo(found_NV.dtype).eps, ROUNDING):
+            return f"a sequence changes the next one (relative error {change:.1e})"
+        return rules
+
+    def padding(self, rows: TrialRows) -> str | None:
+        """Return the reason why rows cannot be padded, or None. Raise if rows cannot be read beside each other at all."""
+        read = functools.partial(self.policy.read_padded, self.module, part=self.part)
+        no_padding = attempted(lambda: read(rows.batch), rows.wanted_NV, "padded rows")
+        if no_padding and (why := attempted(lambda: read(rows.twice), rows.wanted_twice_NV, "rows of one length")):
+            name = type(self.policy.inner).__name__
             raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
-    return found, no_padding
+        return no_padding
+
+    def sharing(self, rows: TrialRows, rules: dict[int, Rule] | str) -> str | None:
+        """Return the reason why a prefix that rows share is not read once, or None. rules: the result of `packing`"""
+        policy = self.policy
+        if isinstance(rules, str):
+            return f"it does not read packed sequences: {rules}"
+        if policy.indexed:
+            return "it is told where sequences end, since layers of it may carry a state"
+        if policy.exact:
+            return "the attention of exact reads each sequence by itself"
+        if policy.share_prefixes == "never":
+            return 'share_prefixes is "never"'
+        if policy.share_prefixes == "auto" and policy.device.type != "cpu":
+            return 'sharing has not been measured on a GPU: share_prefixes="always" turns it on'
+        shared = rows.twice.with_prefixes([(rows.twice.lengths[0] // 2, [0, 1])])
+        assert shared.prefixes is not None
+        place_N = shared.prefixes.place_N
+        return attempted(
+            lambda: policy.read_packed(self.module, shared, self.part, rules)[0][place_N],
+            rows.wanted_twice_NV,
+            "a shared prefix",
+        )
 
 
-def _try_sharing(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> str | None:
-    """Return why a prefix that rows share is not read once, or None."""
-    if policy.no_packing_because is not None:
-        return f"it does not read packed sequences: {policy.no_packing_because}"
-    if policy.indexed:
-        return "it is told where sequences end, since layers of it may carry a state"
-    if policy.exact:
-        return "exact: the backward would sum the prefix's gradients in another order"
-    if policy.share_prefixes == "never":
-        return 'share_prefixes is "never"'
-    if policy.share_prefixes == "auto" and policy.device.type != "cpu":
-        return 'sharing has not been measured on a GPU: share_prefixes="always" turns it on'
-    shared = rows.twice.with_prefixes([(rows.twice.lengths[0] // 2, [0, 1])])
-    assert shared.prefixes is not None
-    place_N = shared.prefixes.place_N
-    return attempted(
-        lambda: policy.read_packed(module, shared, part, policy.rules)[0][place_N],
-        rows.wanted_NV[-rows.twice.lengths[0] :].repeat(2, 1),
-        "a shared prefix",
-    )
+def attempted(read: Callable[[], torch.Tensor], wanted_NV: torch.Tensor, what: str) -> str | None:
+    """Return how the output of `read` differs, or its exception as text; None if it does not differ."""
+    try:
+        return differs(read(), wanted_NV, what)
+    except Exception as error:  # whatever a foreign forward raises
+        return f"its forward fails on {what} ({type(error).__name__}: {error})"
+
+
+def differs(found_NV: torch.Tensor, wanted_NV: torch.Tensor, what: str) -> str | None:
+    """Return how the output for rows read together differs from that of each row alone; None if it does not."""
+    error = relative_error(found_NV, wanted_NV)
+    if error <= ALLOWED[wanted_NV.dtype].training:
+        return None
+    return f"its logits of {what} are not those of its rows (relative error {error:.1e})"
 
 
 # ---- layers through which no gradient passes ----
 
 
-def not_differentiable(model: Any) -> dict[str, str]:
+def not_differentiable(model: nn.Module) -> dict[str, str]:
     """Return layer name → reason, for linear layers that pass no gradient. Only weights that are not plain are tested."""
     found = {}
     for name, module in model.named_modules():
@@ -475,6 +454,6 @@ def not_differentiable(model: Any) -> dict[str, str]:
     return found
 
 
-def _compute_dtype(model: Any) -> torch.dtype:
+def _compute_dtype(model: nn.Module) -> torch.dtype:
     found = getattr(model, "dtype", None)
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32

@@ -27,7 +27,7 @@ INTERPRETED_TILES = [(64, 128, 4, 1)]  # one tiling only: NumPy's order of summa
 
 @triton.jit
 def multiplied(a, b, onto, PRECISION: tl.constexpr):
-    """onto + a·b in float32"""
+    """Return onto + a·b in float32."""
     if PRECISION == "wide":  # Triton's interpreter knows no bfloat16: it multiplies the bits
         return tl.dot(a.to(tl.float32), b.to(tl.float32), onto, input_precision="ieee")
     return tl.dot(a, b, onto, input_precision=PRECISION)
@@ -40,7 +40,7 @@ def product_kernel(
     PRECISION: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile."""
+    """Compute one tile of the product."""
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     first = program // (GROUP * tiles_n) * GROUP
@@ -48,8 +48,8 @@ def product_kernel(
     within = program % (GROUP * tiles_n)
     first_m, first_n = ((first + within % size) * BLOCK_M).to(tl.int64), (within // size * BLOCK_N).to(tl.int64)
     m, n, i = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # rows and columns behind the last read the tile's first, and are not stored; the compiler hears of an alignment of
-    # sums, not of arguments, and without it takes numbers one by one
+    # Rows and columns after the last read the tile's first, and are not stored. `tl.multiple_of` works for sums of a pointer
+    # and an offset, not for arguments; without it Triton loads one number at a time.
     x_at = tl.multiple_of(x_ptr + first_m * K, 16) + tl.where(first_m + m < M, m, 0)[:, None] * K + i[None, :]
     w_at = tl.multiple_of(w_ptr + first_n * K, 16) + tl.where(first_n + n < N, n, 0)[:, None] * K + i[None, :]
     m, n = first_m + m, first_n + n

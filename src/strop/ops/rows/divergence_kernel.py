@@ -1,7 +1,7 @@
-"""The Triton kernel of a student's row and a teacher's: their divergence, and its gradient by the student's logits.
+"""The Triton kernel for a row of a student and one of a teacher: their divergence, and the gradient of the student's logits.
 
-One program is one row, which is visited three times: for the normalisers of both distributions, for the sums, for the
-gradient. Formulas are in `strop.losses.divergence`. Everything is float32 inside, offsets of rows are 64-bit.
+One program handles one row in three passes: the normalisers of both distributions, the sums, and the gradient. Formulas
+are in `strop.losses.divergence`. Everything is float32 inside, offsets of rows are 64-bit.
 """
 
 import triton
@@ -13,17 +13,17 @@ from strop.ops.rows.launch import aligned
 
 @triton.jit
 def _log_add(a, b):
-    """log(exp a + exp b); finite where both are −inf, so that no difference of it is NaN."""
+    """Return log(exp a + exp b); finite if both are −inf, so that differences are not NaN."""
     a, b = tl.maximum(a, LOWEST), tl.maximum(b, LOWEST)
     e = tl.exp(-tl.abs(a - b))
     u = 1 + e
-    # log(1 + e) right to the last bits: what rounding took off u is put back by the quotient
+    # log(1 + e) to the last bits: the quotient corrects the rounding of u
     return tl.maximum(a, b) + tl.where(u == 1, e, tl.log(u) * (e / (u - 1)))
 
 
 @triton.jit
 def _log_probs(x_ptr, tile, V: tl.constexpr, cooled, most, log_sum):
-    """The maximum is subtracted first: of the whole log-sum-exp at once the difference would keep fewer bits."""
+    """Return log-probs. The maximum is subtracted first, which keeps more bits than subtracting the log-sum-exp at once."""
     return tl.load(x_ptr + tile, mask=tile < V, other=-float("inf")).to(tl.float32) * cooled - most - log_sum
 
 
@@ -33,9 +33,10 @@ def divergence_kernel(
     V: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, GRADIENT: tl.constexpr, LANES: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
-    """x the student's logits, y the teacher's; cooled = 1/temperature, log_rest = log(1 − beta).
+    """Write the divergence of a row; overwrite x with its gradient times the row's weight.
 
-    The gradient, times the row's weight, is left in x's place. A tile is LANES times PER numbers.
+    x are the student's logits, y the teacher's; cooled = 1/temperature, log_rest = log(1 − beta). A tile is LANES · PER
+    numbers.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * V

@@ -1,17 +1,18 @@
-"""Triton kernels on rows of logits: from a row to the log-prob of its token, and back to the row's gradient.
+"""Triton kernels on rows of logits: the log-prob of a row's token, losses, and the row's gradient.
 
 One program is one row. A row is read as tiles of LANES × PER elements, PER being the 16 bytes one lane loads at once:
 
     | edge | lane 0: PER elements | lane 1: PER | … | tile after tile | last tile, lanes masked | edge |
 
-A row need not begin on 16 bytes (V = 50257): its first and last few elements, fewer than PER on either side, are one small
-masked load of their own, so that every other load and store is whole and aligned and no tile pays for a mask.
+A row need not begin at a multiple of 16 bytes (V = 50257). Its first and last few elements, fewer than PER on either side,
+are one small masked load. All other loads and stores are whole and aligned, and need no mask.
 
-Each lane keeps the maximum and the sum of its own elements and rescales the sum once per tile, not once per element:
-about one exponential per element, which keeps the kernel bound by memory and not by the exponential unit. Differences
-to the maximum are taken before the temperature multiplies, so a common offset of the logits costs nothing.
+Each lane keeps the maximum and the sum of its own elements, and rescales the sum once per tile, not once per element. With
+about one exponential per element the kernel is limited by memory, not by the exponential unit. The maximum is subtracted
+before the temperature is applied, so a common offset of the logits costs no precision.
 
-The gradient visits the tiles backwards: the last ones read are still in the cache. Its stores stream past it.
+The gradient processes the tiles in reverse order, because the last ones read are still in the cache. Its stores bypass the
+cache.
 
 Names: x logits, m maximum, s Σ exp, t Σ exp·(x − m), each relative to m; `scale` = log₂e / temperature, so that
 exp((x − m)/temperature) = exp2((x − m)·scale). Everything is float32 inside, offsets of rows are 64-bit.
@@ -23,16 +24,16 @@ import triton.language as tl
 from strop.ops.rows.launch import Launcher
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # not −inf: −inf − (−inf) is NaN, and a banned token stays exp(−inf) = 0
-FAR = tl.constexpr(-1e30)  # below it exp is 0; bounds −inf where it would meet 0·(−inf)
+FAR = tl.constexpr(-1e30)  # exp is 0 below it; replaces −inf where 0·(−inf) would be NaN
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)  # NaN stays NaN: the minimum of NaN and a bound would be the bound
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-HEADROOM = tl.constexpr(40.0)  # powers of 2 an exponential may lie above 1: sums and products of them stay in range
+HEADROOM = tl.constexpr(40.0)  # the largest power of 2 of an exponential: sums and products of them stay in range
 
 
 @triton.jit
 def merge(x, m, s, t, scale, ENTROPY: tl.constexpr):
-    """Take the tile x [LANES, PER] into the lanes' m, s, t [LANES]."""
+    """Return the lanes' m, s, t [LANES], updated with the tile x [LANES, PER]."""
     new = tl.maximum(m, tl.max(x, 1))
     shrink = tl.exp2((m - new) * scale)
     d = (x - new[:, None]) * scale
@@ -45,7 +46,7 @@ def merge(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _join(m, s, t, other_m, other_s, other_t, scale):
-    """Two sets of statistics become one."""
+    """Return the statistics of two sets of elements together."""
     new = tl.maximum(m, other_m)
     down, other_down = (m - new) * scale, (other_m - new) * scale
     mine, others = tl.exp2(down), tl.exp2(other_down)
@@ -55,7 +56,7 @@ def _join(m, s, t, other_m, other_s, other_t, scale):
 
 @triton.jit
 def _edge_offsets(before, V, PER: tl.constexpr):
-    """Offsets of the elements outside whole lanes: `before` at the row's beginning, the rest at its end; and which exist."""
+    """Return offsets and mask of the elements outside whole lanes: `before` at the row's start, the rest at its end."""
     j = tl.arange(0, 2 * PER)
     after = tl.maximum(V - before, 0) % PER
     offsets = tl.where(j < PER, j, V - after + (j - PER))
@@ -67,9 +68,9 @@ def _row_stats(
     x_ptr, before, V, scale, ENTROPY: tl.constexpr, EVICTION: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m, s, t of a whole row that begins at x_ptr, of which `before` elements come before the first 16-byte boundary.
+    """Return m, s, t of a whole row that begins at x_ptr; `before` elements come before the first 16-byte boundary.
 
-    STAGES tiles are on their way at a time.
+    STAGES tiles are loaded ahead.
     """
     lane = tl.arange(0, LANES)
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
@@ -103,7 +104,7 @@ def _row_stats(
 
 @triton.jit
 def _gradient(x, is_target, top, log2_sum, scale, d_logp, d_entropy, entropy, ENTROPY: tl.constexpr):
-    """d_logp·(onehot − p) − d_entropy·p·(log p + H); d_logp and d_entropy have 1/temperature in them."""
+    """Return d_logp·(onehot − p) − d_entropy·p·(log p + H); d_logp and d_entropy already include 1/temperature."""
     log2_p = (x - top) * scale - log2_sum
     p = tl.exp2(log2_p)
     if ENTROPY:
@@ -118,7 +119,7 @@ def _write_gradient(
     x_ptr, dx_ptr, before, V, target, top, log2_sum, scale, d_logp, d_entropy, entropy,
     ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The row's gradient; dx_ptr may be x_ptr. Both rows lie equally far from a 16-byte boundary."""
+    """Write the row's gradient; dx_ptr may be x_ptr. Both rows have the same offset from a 16-byte boundary."""
     lane = tl.arange(0, LANES)
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
     body_ptr, d_body_ptr = tl.multiple_of(x_ptr + before, 16), tl.multiple_of(dx_ptr + before, 16)
@@ -151,10 +152,10 @@ def _highest(pointers, inside):
 
 @triton.jit
 def _exponentiate(pointers, inside, base, scale):
-    """exp2((x − base)·scale) in x's place; returned as well."""
+    """Overwrite x with exp2((x − base)·scale) and return it."""
     x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
     e = tl.exp2((x - base) * scale)
-    tl.debug_barrier()  # of a few elements every warp has a copy: all have read before one writes
+    tl.debug_barrier()  # every warp loads these few elements: all must have read before one writes
     tl.store(pointers, e.to(pointers.dtype.element_ty), mask=inside)
     return e
 
@@ -167,12 +168,12 @@ def _multiply(pointers, inside, factor):
 
 @triton.jit
 def _write_exponentials(x_ptr, before, V, base, scale, LANES: tl.constexpr, PER: tl.constexpr):
-    """exp2((x − base)·scale) in the row's place, in one visit; the base, and the row's sum.
+    """Overwrite the row with exp2((x − base)·scale), in one pass. Return the base and the row's sum.
 
-    The maximum is known when the whole row is. A base below it serves as well if it is not far below: the largest of the
-    one given (an element, or LOWEST), of the row's first elements and of those outside whole tiles. A lane that finds
-    something higher than the headroom stops writing. Then the row is visited once more, with its maximum for a base:
-    what is written is scaled down to it.
+    The maximum is known only after the whole row was read. A base slightly below it is enough: the largest of the given one
+    (an element, or LOWEST), of the row's first elements and of those outside whole tiles. A lane that finds an element
+    above base + headroom stops writing. Then a second pass uses the row's maximum as the base, and scales down what was
+    written.
     """
     lane = tl.arange(0, LANES)
     tile = lane[:, None] * PER + tl.arange(0, PER)[None, :]
@@ -200,7 +201,7 @@ def _write_exponentials(x_ptr, before, V, base, scale, LANES: tl.constexpr, PER:
         x = tl.load(body_ptr + k * (LANES * PER) + tile).to(tl.float32)
         e = tl.exp2((x - base) * scale)
         fits = tl.max(x, 1) <= highest
-        highest = tl.where(fits, highest, float("nan"))  # nothing of the lane's will fit any more
+        highest = tl.where(fits, highest, float("nan"))  # the lane writes nothing more
         done += fits.to(tl.int32)
         s += tl.where(fits, tl.sum(e, 1), 0.0)
         e = e.to(x_ptr.dtype.element_ty)
@@ -240,19 +241,19 @@ def _write_zeros(dx_ptr, before, V, LANES: tl.constexpr, PER: tl.constexpr):
 
 @triton.jit
 def row_start(row, T, stride_B, stride_T):
-    """Rows are [B, T] with any two strides, such as those of logits[:, :-1]."""
+    """Return the offset of a row; rows are [B, T] with any two strides, such as those of logits[:, :-1]."""
     return (row // T) * stride_B + (row % T) * stride_T
 
 
 @triton.jit
 def _before(misaligned, start, PER: tl.constexpr):
-    """Elements before the row's first 16-byte boundary; `misaligned`: elements from such a boundary to the tensor."""
+    """Return the number of elements before the row's first 16-byte boundary. misaligned: that of the tensor's start after one"""
     return ((PER - (misaligned + start) % PER) % PER).to(tl.int32)
 
 
 @triton.jit
 def _read_target(x_ptr, target, V):
-    """The target's logit; NaN for a target outside the vocabulary, which is never read."""
+    """Return the target's logit; NaN for a target outside the vocabulary, which is not read."""
     inside = (target >= 0) & (target < V)
     x = tl.load(x_ptr + target, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, x, float("nan"))
@@ -266,9 +267,9 @@ def logp_kernel(
     MASKED: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """logp = (x[id] − m)/temperature − log s, and H = log s − t/s, of the ids `first_id` to `first_id + V`.
+    """Write logp = (x[id] − m)/temperature − log s, and H = log s − t/s; the row has the ids `first_id` to `first_id + V`.
 
-    A vocabulary may come in several blocks, one launch each: what is known so far then stands in the outputs (x[id] in
+    A vocabulary may come in several blocks, one launch each. Between launches the outputs hold the results so far (x[id] in
     logp, m in top, s in sum, t in entropy), and the last block finishes them (log₂ s in sum).
     """
     row = tl.program_id(0).to(tl.int64)
@@ -285,12 +286,12 @@ def logp_kernel(
     start = row_start(row, T, stride_B, stride_T)
     x_ptr += start
     target = tl.load(id_ptr + row).to(tl.int64)
-    # what the end needs is asked for before the row, not after it
+    # load what the end needs before the row, so that its latency is hidden
     here = (target >= first_id) & (target < first_id + V)
     picked = tl.load(x_ptr + (target - first_id), mask=here, other=0.0).to(tl.float32)
     other_m, other_s, other_t = LOWEST, 0.0, 0.0
     if FIRST:
-        # nothing came before; an id outside the vocabulary stays NaN through every block
+        # the first block; an id outside the vocabulary stays NaN through all blocks
         picked = tl.where((target >= 0) & (target < vocabulary), picked, float("nan"))
     else:
         other_m, other_s = tl.load(top_ptr + row), tl.load(sum_ptr + row)
@@ -321,7 +322,7 @@ def logp_bwd_kernel(
     stride_B: tl.int64, stride_T: tl.int64, misaligned: tl.int32, scale: tl.float32,
     MASKED: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
+    """Write dx = d_logp·(onehot − p)/temperature − d_entropy·p·(log p + H)/temperature."""
     row = tl.program_id(0).to(tl.int64)
     start = row_start(row, T, stride_B, stride_T)
     x_ptr += start
@@ -344,7 +345,7 @@ def logp_bwd_kernel(
 
 @triton.jit
 def _k3(d):
-    """exp(d) − d − 1 without cancellation."""
+    """Return exp(d) − d − 1, computed without cancellation."""
     series = 1.0 / 3628800
     series = series * d + 1.0 / 362880
     series = series * d + 1.0 / 40320
@@ -359,7 +360,7 @@ def _k3(d):
 
 @triton.jit
 def clipped_surrogate(logp, log_ratio, advantage, low, high, delta):
-    """−min(r·A, clip(r)·A) with r = exp(log_ratio) bounded by delta, and its derivative by logp: −A·r, 0 where cut."""
+    """Return −min(r·A, clip(r)·A), r = exp(log_ratio) at most delta if A < 0, and its derivative by logp: −A·r, 0 if clipped."""
     ratio = tl.exp(log_ratio)
     raised = tl.maximum(ratio, low, propagate_nan=ALL_NAN)
     below_delta = tl.minimum(raised, delta, propagate_nan=ALL_NAN)
@@ -370,16 +371,16 @@ def clipped_surrogate(logp, log_ratio, advantage, low, high, delta):
 
 @triton.jit
 def clipped_weight(logp, log_ratio, advantage, low, high, delta):
-    """−min(r, high)·A·logp, the weight without gradient (CISPO), and its derivative by logp."""
+    """Return −min(r, high)·A·logp, whose weight has no gradient (CISPO), and its derivative by logp."""
     d_logp = -advantage * tl.minimum(tl.exp(log_ratio), high, propagate_nan=ALL_NAN)
     return d_logp * logp, d_logp
 
 
 @triton.jit
 def soft_gate(logp, log_ratio, advantage, low, high, delta):
-    """−4/τ·σ(τ·(r − 1))·A with τ = high for A > 0, else low (SAPO), and its derivative by logp: −4·A·σ·(1 − σ)·r."""
+    """Return −4/τ·σ(τ·(r − 1))·A, τ = high for A > 0, else low (SAPO), and its derivative by logp: −4·A·σ·(1 − σ)·r."""
     heat = tl.where(advantage > 0, high, low)
-    ratio = tl.exp(tl.minimum(log_ratio, 60.0, propagate_nan=ALL_NAN))  # where the gate is flat the ratio stays finite
+    ratio = tl.exp(tl.minimum(log_ratio, 60.0, propagate_nan=ALL_NAN))  # keeps the ratio finite where the gate is flat
     gate = tl.sigmoid(heat * (ratio - 1))
     other = tl.sigmoid(-heat * (ratio - 1))
     return -4.0 / heat * gate * advantage, -4.0 * advantage * gate * other * ratio
@@ -387,7 +388,7 @@ def soft_gate(logp, log_ratio, advantage, low, high, delta):
 
 @triton.jit
 def negative_logp(logp, log_ratio, advantage, low, high, delta):
-    """−logp (SFT) and its derivative."""
+    """Return −logp (SFT) and its derivative."""
     return -logp, tl.where(logp == logp, -1.0, logp)
 
 
@@ -400,14 +401,14 @@ def policy_loss_kernel(
     TOKEN_LOSS: tl.constexpr, MASKED: tl.constexpr, ON_POLICY: tl.constexpr, KL: tl.constexpr, GRADIENT: tl.constexpr,
     FACTORED: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A row's term of a policy loss and its gradient in one visit.
+    """Write a row's term of a policy loss, and its gradient.
 
     terms [3, N]: weight·(loss + beta·kl), weight·loss, weight·kl. The coefficient of the gradient needs only the row:
-    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. Several rows, those of a sequence, may share an
-    advantage and a weight.
+    dx = weight·d(loss + beta·kl)/d logp · (onehot − p)/temperature. The rows of a sequence may share an advantage and a
+    weight.
 
-    FACTORED leaves in x's place, in one visit, what a factor of the row makes the gradient:
-    dx = factor·e with e = exp(x − base) off the target, −Σ e of all others on it, factor = −d_logp/Σ e.
+    FACTORED overwrites x in one pass with the gradient except for a factor of the row: dx = factor·e, with
+    e = exp(x − base) off the target, −Σ e of all others on it, and factor = −d_logp/Σ e.
     """
     row = tl.program_id(0).to(tl.int64)
     start = row_start(row, T, stride_B, stride_T)
@@ -424,7 +425,7 @@ def policy_loss_kernel(
             return
     target = tl.load(id_ptr + row).to(tl.int64)
     before = _before(misaligned, start, PER)
-    # what the loss needs is asked for before the row, not after it
+    # load what the loss needs before the row, so that its latency is hidden
     picked = _read_target(x_ptr, target, V)
     owner = row // rows_per_advantage
     advantage, weight = tl.load(advantage_ptr + owner), tl.load(weight_ptr + owner)

@@ -1,4 +1,4 @@
-"""The small Triton kernels around those on rows of logits: a batch's coefficients, sums, multiplication by factors.
+"""Small Triton kernels: a batch's advantages and weights, sums of loss terms, multiplication by factors.
 
 Everything is float32 inside, offsets of rows are 64-bit.
 """
@@ -16,7 +16,7 @@ def batch_kernel(
     COUNT_ON_DEVICE: tl.constexpr, BY_LENGTH: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's advantage and the weight of its tokens in the loss; one program a sequence.
+    """Write a sequence's advantage and the weight of its tokens in the loss; one program per sequence.
 
     advantage = (r − mean)/std of its group, as `strop.losses.group_advantages`; weight = 1/(count·tokens), or with
     BY_LENGTH 1/(count·length), as `strop.losses.token_weights`.
@@ -35,7 +35,7 @@ def batch_kernel(
     tl.store(weight_ptr + sequence, 1.0 / (count * tokens))
     g = tl.arange(0, BLOCK_G)
     first = (sequence // group_size) * group_size
-    # measured from the first reward: equal rewards give exactly 0, also where their mean is rounded
+    # subtract the first reward: equal rewards then give exactly 0, even if their mean is rounded
     r = tl.load(reward_ptr + first + g, mask=g < group_size, other=0).to(tl.float64)
     r = tl.where(g < group_size, r - tl.load(reward_ptr + first).to(tl.float64), 0.0)
     centred = tl.where(g < group_size, r - tl.sum(r, 0) / group_size, 0.0)
@@ -46,7 +46,7 @@ def batch_kernel(
 
 @Launcher
 def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.constexpr):
-    """The sums of terms [3, N], in one order; one program each."""
+    """Write the sums of terms [3, N], added in a fixed order; one program per sum."""
     i = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -62,7 +62,7 @@ def sums_kernel(terms_ptr, total_ptr, policy_and_kl_ptr, N: tl.int32, BLOCK: tl.
 def put_kernel(
     x_ptr, factor_ptr, place_ptr, out_ptr, H: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[place] = factor·x; one program a row."""
+    """Write out[place] = factor·x; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr + row)
     x_ptr += row * H
@@ -78,7 +78,7 @@ def put_kernel(
 
 @aligned
 def scale_kernel(x_ptr, scale_ptr, size: tl.int64, BLOCK: tl.constexpr):
-    """x·scale in place; nothing is read or written where the scale is 1."""
+    """Multiply x by the scale in place; a scale of 1 reads and writes nothing."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
@@ -98,7 +98,7 @@ def scale_kernel(x_ptr, scale_ptr, size: tl.int64, BLOCK: tl.constexpr):
 def scale_rows_kernel(
     x_ptr, scale_ptr, V: tl.int32, T: tl.int32, stride_B: tl.int64, stride_T: tl.int64, BLOCK: tl.constexpr
 ):
-    """The same for rows with something between them that is not theirs; one program a row."""
+    """Multiply rows by the scale in place, without touching what lies between them; one program per row."""
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
