@@ -40,6 +40,8 @@ class Workload:
 
     mean_tokens         completions have so many on average, and end by themselves; None: all have new_tokens
     autocast            float32 weights under autocast to bfloat16
+    rollout_dtype       of strop's rollouts
+    rounds              at most, where a step takes seconds
     beside              strop's step is also measured with other options: what they are called, and the options
     trl_micro_batches   TRL's: completions in one, None is all; empty: TRL is not measured, its step takes seconds
     """
@@ -55,6 +57,8 @@ class Workload:
     autocast: bool = False
     kl_coef: float = 0.04
     device: str = "cpu"
+    rollout_dtype: str | None = None
+    rounds: int = 7
     beside: tuple[str, dict[str, Any]] | None = None
     trl_micro_batches: tuple[int | None, ...] = (None,)
 
@@ -75,6 +79,7 @@ class Workload:
             "model": self.name, "completions": self.num_completions, "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens, "kl_coef": self.kl_coef, "device": self.device,
             "dtype": str(self.dtype).removeprefix("torch."), "mean_tokens": self.mean_tokens, "autocast": self.autocast,
+            "rollout_dtype": self.rollout_dtype,
         }  # fmt: skip
 
     def prompts(self) -> torch.Tensor:
@@ -125,9 +130,15 @@ ON_A_GPU = [
     ),
     Workload(name="SmolLM2-135M shape, exact", model_type="llama", shape=SMOLLM2, beside=EXACT, trl_micro_batches=(), **LONG),
 ]  # fmt: skip
+SMALL: dict[str, Any] = {
+    "model_type": "llama", "shape": SMOLLM2, "num_prompts": 4, "group_size": 4, "kl_coef": 0.0, "rounds": 3,
+}  # fmt: skip
 ON_A_CPU = [
     Workload(name="tiny MoE", model_type="moe", shape={"vocab_size": 1000, "intermediate_dim": 256}),
     Workload(name="tiny Qwen2", model_type="qwen2", shape=TINY_QWEN2),
+    Workload(name="SmolLM2-135M shape", **SMALL, prompt_tokens=36),
+    Workload(name="SmolLM2-135M shape, rollouts in bfloat16", **SMALL, prompt_tokens=36, rollout_dtype="bfloat16"),
+    Workload(name="SmolLM2-135M shape, long prompts", **SMALL | {"num_prompts": 1, "group_size": 8}, prompt_tokens=256),
     Workload(  # a vocabulary that is as small a part of the model as in all 30 layers
         name="SmolLM2-135M shape of 4 layers, long prompts", model_type="llama", num_prompts=1, prompt_tokens=512, new_tokens=64,
         shape=SMOLLM2 | {"num_hidden_layers": 4, "vocab_size": 6554}, trl_micro_batches=(),
@@ -195,7 +206,7 @@ def strop_trainer(workload: Workload, **options: Any) -> Any:
         return GRPO(
             model=model, reward_fn=_strop_reward, group_size=workload.group_size, kl_coef=workload.kl_coef,
             max_new_tokens=workload.new_tokens, learning_rate=LEARNING_RATE,
-            autocast="bf16" if workload.autocast else None, **options,
+            autocast="bf16" if workload.autocast else None, rollout_dtype=workload.rollout_dtype, **options,
         )  # fmt: skip
 
 

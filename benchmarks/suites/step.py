@@ -3,7 +3,8 @@
 On a GPU with the shapes of Qwen2-0.5B and SmolLM2-135M in bfloat16: full completions of 256 tokens, lengths that vary (96 on
 average, see `step_contenders.raise_the_end`), and short ones with float32 weights under autocast; and strop against itself with
 `exact`, alone by `strop bench step --only exact`, and with shared prefixes, by `strop bench step --only 'long prompts'`. Without
-a GPU the tiny MoE, strop on its native engine and TRL on transformers' Mixtral, and a tiny Qwen2. The tokens each side made are recorded.
+a GPU the tiny MoE, strop on its native engine and TRL on transformers' Mixtral, a tiny Qwen2, and the shape of SmolLM2-135M in
+float32: short prompts, these with rollouts in bfloat16, and long prompts. The tokens each side made are recorded.
 
 Both sides take turns, a few steps at a time; the first of each turn is not counted. A step is from prompts to updated
 weights: generation, rewards, log-probs of the reference, forward, backward, AdamW. TRL's own phases are not told apart but for
@@ -28,7 +29,6 @@ from benchmarks.text import duration, size
 ON_GPU = True
 WARM_UP = 2
 STEPS_PER_TURN = 3
-ROUNDS = 7  # at most
 
 
 def cases(workloads: Sequence[Workload] | None = None) -> list["StepCase"]:
@@ -81,7 +81,7 @@ class StepCase:
                 warm = [step.peak_bytes for step in sides[name](WARM_UP)]
                 peaks[name] = [peak - before for peak in warm if peak is not None]
             steps: dict[str, list[Step]] = {name: [] for name in sides}
-            for _ in range(min(ROUNDS, method.rounds)):
+            for _ in range(min(self.workload.rounds, method.rounds)):
                 for name, run in sides.items():
                     steps[name] += run(STEPS_PER_TURN)[1:]
         seconds = {name: [round(1e9 * step.seconds, 1) for step in found] for name, found in steps.items()}
