@@ -129,6 +129,8 @@ def step_of_grpo():
         "resample_rounds": 1,
         "fill_batch": True,
         "importance_cap": 2.0,
+        "importance_reject": "seq_mean_k1",
+        "importance_reject_bounds": 2.0,
         "entropy_coef": 0.1,
         "replay_routing": True,
     }
@@ -182,7 +184,8 @@ def partner_agent(row, client):
     ids=["environment", "agent"],
 )  # fmt: skip
 def test_metrics_of_environments_are_what_a_step_has_besides(how, having):
-    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, fill_batch=True, **how)
+    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, importance_reject="token_k3",
+                importance_reject_bounds=1.0, fill_batch=True, **how)  # fmt: skip
     found = set(grpo.train_step([{"prompt": [2, 3]}])) - {"reward/count"}
     common = documented_metrics("common.md") - {"memory"}
     own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md", having)}

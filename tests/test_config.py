@@ -188,7 +188,8 @@ FIELDS = {
     "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED
     + "group_size kl_coef inner_epochs minibatch_size advantage pass_k advantage_scale advantage_ddof advantage_eps "
-    "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
+    "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode importance_reject "
+    "importance_reject_bounds old_logps replay_routing exact reward_weights "
     "reward_timeout find_failing num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
     UnpairedRule: "beta loss_type desirable_weight undesirable_weight",

@@ -64,7 +64,7 @@ OPTIONS = (
     Name("importance_sampling_level", "token", "`importance_level`", "token", ("GRPO",)),
     Name("vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_min, "
          "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap",
-         "True, sequence_mask, None, 3.0", "`importance_cap`, and `importance_mode` of tokens", "None, off; truncate", ("GRPO",)),
+         "True, sequence_mask, None, 3.0", "`importance_cap` and `importance_mode`", "None, off; truncate", ("GRPO",)),
     Name("off_policy_mask_threshold", "None", "`stale_kl`", "None", ("GRPO",)),
     Name("sapo_temperature_neg, sapo_temperature_pos", "1.05, 1", "`sapo_temperatures`", "the same", ("GRPO",)),
     Name("vespo_k_neg, vespo_lambda_neg, vespo_k_pos, vespo_lambda_pos", "3, 2, 2, 3", "`vespo_gamma`", "the same",

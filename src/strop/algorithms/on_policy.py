@@ -465,11 +465,6 @@ class PolicyGradient(OnPolicy):
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
         found: Metrics = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).sum(dtype=self.sum_dtype), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
-        importance = [one.importance_t for one in trajectories if one.importance_t is not None]
-        if importance:
-            weights_N = torch.cat(importance)
-            found["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), num_tokens)
-            found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 
 
