@@ -18,7 +18,7 @@ from strop.environments.dialogue import Dialogue
 
 SOURCE = Path(strop.__file__).parent
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
-MOST = {"warm": (20, 34), "first": (32, 75), "sft": (14, 23)}  # files and arrows of a step; a reader has to follow them
+MOST = {"warm": (20, 34), "first": (33, 79), "sft": (14, 23)}  # files and arrows of a step; a reader has to follow them
 MOST_FRAMES = 14  # of the package, from `train_step` down to the formula of the loss
 BOTH_WAYS = {("algorithms/on_policy.py", "training/trainer.py")}  # the algorithms' base and the trainer it subclasses
 PROMPTS = [[5, 6, 7], [8, 9]]

@@ -170,7 +170,7 @@ def test_the_names():
     assert sorted(f.name for f in dataclasses.fields(RunConfig)) == [
         "autocast", "batch_size", "compile", "curriculum", "dropout", "eval_every", "gradient_checkpointing", "keep_checkpoints",
         "log_every", "micro_batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "samples_every", "save_every", "seed",
-        "shard", "shuffle",
+        "shard", "share_prefixes", "shuffle",
     ]  # fmt: skip
     names = option_names(Whole)
     assert len(names) == len(set(names))

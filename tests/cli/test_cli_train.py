@@ -479,9 +479,11 @@ def test_online_dpo_with_a_reward(trained):
 def test_several_rewards_with_weights(trained):
     for name, value in (("one", 1.0), ("ten", 10.0)):
         Path(f"{name}.py").write_text(f"def {name}(completions):\n    return [{value}] * len(completions)\n")
-    words = "grpo --reward one.py:one --reward ten.py:ten --reward-weights 1,0.5 --num-steps 1"
+    Path("more.py").write_text("def more(completions):\n    return {'two': [2] * len(completions)}\n")
+    words = "grpo --reward one.py:one --reward ten.py:ten --reward-weights 1,0.5 --metrics more.py:more --num-steps 1"
     first = trained(words, *TINY, *GENERATING[:-2], "--num-eval-rows", 0)[0]
     assert (first["reward/mean"], first["reward/one"], first["reward/ten"]) == (6.0, 1.0, 10.0)
+    assert first["metrics/two"] == 2
 
 
 def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(strop, tmp_path):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from strop.data.batch import TokenBatch, Trajectory, split
+from strop.data import batch as batch_file
+from strop.data.batch import TokenBatch, Trajectory, shared_prefixes, split
 
 ROWS = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10]), ([], [11, 12]), ([13, 14], [])]
 
@@ -123,3 +124,87 @@ def test_a_packed_part_counts_its_tokens_and_a_padded_one_its_rows():
     assert split(range(7), lengths, 0, 16) == [[0, 1, 2, 3, 4, 5, 6]]
     assert len(split(range(7), lengths, 0, 16, padded=True)) == 2
     assert split(range(3), [40, 20, 20], 0, 16) == [[0], [1, 2]]  # longer than the limit, and still there
+
+
+# ---- prefixes that stand once ----
+
+
+@pytest.fixture
+def any_saving(monkeypatch):
+    """A prefix of two tokens is worth reading once."""
+    for name, least in {"LEAST_SHARED": 2, "LEAST_SAVED": 1, "LEAST_SAVED_FRACTION": 0.0}.items():
+        monkeypatch.setattr(batch_file, name, least)
+
+
+def groups_of(*rows):
+    return [(length, sorted(which)) for length, which in shared_prefixes([Trajectory.of([], row) for row in rows])]
+
+
+def test_groups_save_the_most_tokens(any_saving):
+    assert groups_of([1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 9], [1, 2, 3, 4, 6]) == [(3, [0, 1, 3])]  # 6 tokens, not 4
+    assert groups_of([1, 2, 3, 4, 5, 6, 7], [1, 2, 9], [1, 2, 3, 4, 5, 6, 8]) == [(6, [0, 2])]  # 6, not 2 · 2
+    system = [1, 2]  # a system prompt of all, and prompts of two groups
+    one, other = [*system, 3, 4, 5, 6], [*system, 7, 8, 9]
+    assert groups_of([*one, 1], [*other, 1], [*one, 2, 2], [*other, 2]) == [(6, [0, 2]), (5, [1, 3])]
+    large = [300, 2, 70000]  # bytes in the machine's order would not be sorted as the ids are
+    assert groups_of([*large, 1], [256, 2, 1], [*large, 2], [255, 2, 1], [*large, 3]) == [(3, [0, 2, 4])]
+
+
+def test_every_row_keeps_a_token_of_its_own(any_saving):
+    assert groups_of([1, 2, 3, 4], [1, 2, 3, 4]) == [(3, [0, 1])]
+    assert groups_of([1, 2, 3, 4, 5], [1, 2, 3]) == [(2, [0, 1])]
+
+
+def test_few_tokens_are_not_worth_it():
+    prompt = list(range(100))
+    assert groups_of([*prompt, 1], [*prompt, 2]) == [(100, [0, 1])]
+    assert groups_of([*prompt[:90], 1], [*prompt[:90], 2]) == []  # 90 tokens
+    assert groups_of(*([*prompt[:31], i, i] for i in range(9))) == []  # a prefix of 31 tokens
+    assert groups_of([*prompt, 1], [*prompt, 2], [999] * 700) == []  # a ninth of all
+
+
+def test_a_batch_whose_prefixes_stand_once_by_hand(any_saving):
+    rows = [([5, 6, 7], [1, 2]), ([8], [9, 9]), ([5, 6, 7], [3]), ([5, 6, 7], [4])]
+    batch = batch_of(rows)
+    assert batch.groups == [(3, [0, 2, 3])]
+    once = batch.with_prefixes(batch.groups)
+    assert once.ids_N.tolist() == [5, 6, 7, 3, 4, 1, 2, 8, 9, 9]  # the prefix, what follows it, the others
+    assert once.positions_N.tolist() == [0, 1, 2, 3, 3, 3, 4, 0, 1, 2]
+    assert once.lengths == [3, 1, 1, 2, 3]
+    assert once.cu_seqlens.tolist() == [0, 3, 4, 5, 7, 10]
+    assert once.targets_n.tolist() == batch.targets_n.tolist() == [1, 2, 9, 9, 3, 4]
+    assert once.places_n.tolist() == [2, 5, 7, 8, 2, 2]  # one state predicts three first tokens
+    assert once.prefixes.lengths == [(3, 4)]
+    assert once.ids_N[once.prefixes.place_N].tolist() == batch.ids_N.tolist()
+    assert batch.ids_N[once.prefixes.token_M].tolist() == once.ids_N.tolist()
+    assert once.prefixes.alone is batch
+    some, _ = batch.only([3, 1, 0])
+    assert some.groups == [(3, [2, 0])]
+    assert batch.only([1, 2])[0].groups == []
+
+
+def test_recorded_routing_is_of_every_token(any_saving):
+    rows = [Trajectory.of([5, 6, 7], [i]) for i in range(3)]
+    for row in rows:
+        row.routing_TLk = torch.zeros(4, 1, 2, dtype=torch.int16)
+    assert TokenBatch.of(rows).groups == []
+
+
+def test_groups_stay_together_where_they_fit():
+    lengths, groups = [14, 12, 13, 25, 12, 14, 13, 12], [(10, [0, 2, 4, 6]), (10, [1, 5])]
+    assert split(range(8), lengths, groups=groups) == [[0, 2, 4, 6, 1, 5, 3, 7]]
+
+    def num_read(part):
+        return sum(lengths[i] for i in part) - sum(
+            length * (len(here) - 1) for length, rows in groups if (here := [i for i in rows if i in part])
+        )
+
+    for num_tokens in (26, 23, 13, 5):
+        parts = split(range(8), lengths, 0, num_tokens, groups=groups)
+        assert sorted(i for part in parts for i in part) == list(range(8))
+        assert max(map(num_read, parts)) <= max(num_tokens, *lengths), parts  # as without groups
+        together = [{*part} for part in parts]
+        assert any({1, 5} <= part for part in together) == (num_tokens >= 16)
+        assert any({0, 2, 4, 6} <= part for part in together) == (num_tokens >= 22)
+    assert max(map(len, split(range(8), lengths, 3, 0, groups=groups))) == 3
+    assert sorted(map(sorted, split(range(8), lengths, 2, 26, groups=groups))) == [[0, 2], [1, 5], [3], [4, 6], [7]]

@@ -348,6 +348,7 @@ def test_stop_ids_and_stop_texts_end_a_call():
         ({"n": 2}, "n must be 1"),
         ({"prompt_logprobs": 0}, "prompt_logprobs must be left out"),
         ({"ignore_eos": True}, "ignore_eos must be left out"),
+        ({"echo": True}, "echo must be false in a chat"),
         ({"presence_penalty": 0.5}, "presence_penalty must be 0"),
         ({"messages": []}, "messages must be"),
     ],
@@ -443,7 +444,7 @@ def test_late_agents_are_stopped_and_their_keys_end():
             await asyncio.sleep(60)
         return 1.0
 
-    found = record(hanging, on_error="end", environment_timeout=1.0)
+    found = record(hanging, on_error="end", environment_timeout=3.0)
     assert ["must return within" in one.failure for one in found] == [False] * 4 + [True] * 2
     for client in clients:
         with pytest.raises((RuntimeError, OSError), match=r"401|refused"):

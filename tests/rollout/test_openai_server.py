@@ -392,6 +392,48 @@ def test_top_logprobs_are_the_most_probable_of_the_distribution(url, policy):
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
 
 
+@pytest.mark.parametrize("size", [1 << 26, 70])  # all places together, and one after the other
+def test_echo_gives_the_prompt_with_its_log_probs(url, policy, monkeypatch, size):
+    """Those of the model whatever the temperature; the most probable token's equals its own, bit for bit."""
+    monkeypatch.setattr(sampling_queue, "LOGITS_AT_ONCE", size)
+    body = {"prompt": [PROMPT, [9, 8, 7, 6, 5]], "max_tokens": 3, "logprobs": 2, "echo": True, "temperature": 0.5,
+            "seed": 3, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+    plain = ask(url, "/v1/completions", {**body, "echo": False})[1]["choices"]
+    for prompt, choice, alone in zip(
+        body["prompt"], ask(url, "/v1/completions", body)[1]["choices"], plain, strict=True
+    ):
+        found, n = choice["logprobs"], len(prompt)
+        ids = prompt + choice["token_ids"]
+        assert choice["token_ids"] == alone["token_ids"]
+        assert choice["text"] == policy.tokenizer.decode(prompt) + alone["text"]  # special tokens too
+        assert found["tokens"] == [policy.tokenizer.decode([token], skip_special_tokens=True) for token in ids]
+        with torch.no_grad():
+            logps_TV = policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        wanted = [logps_TV[i, ids[i + 1]].item() for i in range(n - 1)]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:n] == pytest.approx(wanted, abs=1e-6)
+        assert found["tokens"][n:] == alone["logprobs"]["tokens"]
+        assert found["token_logprobs"][n:] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-6)
+        assert [*map(list, found["top_logprobs"][n:])] == [*map(list, alone["logprobs"]["top_logprobs"])]
+        for i, top in enumerate(found["top_logprobs"][1:n]):
+            assert sorted(top.values(), reverse=True) == pytest.approx(logps_TV[i].topk(2).values.tolist(), abs=1e-6)
+    likely = [5, policy.model(torch.tensor([[5]])).logits[0, -1].argmax().item()]
+    (choice,) = ask(url, "/v1/completions", {**body, "prompt": likely})[1]["choices"]
+    assert choice["logprobs"]["token_logprobs"][1] == max(choice["logprobs"]["top_logprobs"][1].values())
+
+
+def test_echo_of_a_text_is_the_text(url, policy):
+    body = {"prompt": "abc", "max_tokens": 2, "echo": True, "temperature": 0}
+    (choice,) = ask(url, "/v1/completions", body)[1]["choices"]
+    (alone,) = ask(url, "/v1/completions", {**body, "echo": False})[1]["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("abc" + alone["text"], None)
+    (choice,) = ask(url, "/v1/completions", {**body, "prompt": [5], "logprobs": 0})[1]["choices"]  # nothing before it
+    assert choice["logprobs"]["token_logprobs"][0] is choice["logprobs"]["top_logprobs"] is None
+    for path, more in (("completions", {"stream": True}), ("chat/completions", {"messages": HELLO})):
+        status, answer = ask(url, f"/v1/{path}", {**body, **more})
+        assert (status, answer["error"]["message"][:18]) == (400, "echo must be false")
+
+
 def test_min_p_leaves_out_improbable_tokens(url, policy):
     body = {"prompt": PROMPT, "max_tokens": 8, "min_p": 0.3, "seed": 2, "return_token_ids": True, "logprobs": 0}
     choice = ask(url, "/v1/completions", body)[1]["choices"][0]

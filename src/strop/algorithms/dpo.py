@@ -70,7 +70,7 @@ class DPO(Trainer):
         chosen tokens.
         """
         results = []
-        for pairs in self.eval_batches(own, num_tokens_of(own)):
+        for pairs in self.eval_batches(own, num_tokens_of(own, self.shares_prefixes)):
             with self.autocast():
                 batch = self._batch(pairs)
                 ref_logps_B2 = None if self.reference is None else _sums(self.reference.logps(batch), batch)
@@ -105,7 +105,7 @@ class DPO(Trainer):
 
     def _batches(self, pairs: Sequence[Pair]) -> list[tuple[list[int], TokenBatch]]:
         """Return the micro-batches: indices of their pairs, and the batch of their trajectories."""
-        parts = self.micro_batches(range(len(pairs)), num_tokens_of(pairs))
+        parts = self.micro_batches(range(len(pairs)), num_tokens_of(pairs, self.shares_prefixes))
         return [(part, self._batch([pairs[i] for i in part])) for part in parts]
 
     def _reference_logps(self, batches: Sequence[tuple[list[int], TokenBatch]]) -> torch.Tensor | None:

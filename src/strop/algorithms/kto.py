@@ -146,7 +146,7 @@ class KTO(Trainer):
 
     def _batches(self, trajectories: Sequence[Trajectory], cut: Any) -> list[tuple[list[int], TokenBatch]]:
         """Return the micro-batches: indices of their trajectories, and their tokens."""
-        parts = cut(range(len(trajectories)), [len(one) for one in trajectories])
+        parts = cut(range(len(trajectories)), [len(one) for one in trajectories], trajectories)
         return [(part, TokenBatch.of([trajectories[i] for i in part], self.policy.device)) for part in parts]
 
     @torch.no_grad()

@@ -30,12 +30,19 @@ from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
-from strop.rewards import PreferenceFunction, RewardFunctions, Rewards, reward_columns, sample_table
+from strop.rewards import (
+    MetricsFunctions,
+    PreferenceFunction,
+    RewardFunctions,
+    Rewards,
+    reward_columns,
+    sample_table,
+)
 from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
 from strop.rollout.server_sampler import ServerSampler, make_sampler
 from strop.sample_metrics import answer_of, interval, sample_metrics
-from strop.training.trainer import Largest, Mean, Metrics, Trainer, Update
+from strop.training.trainer import Largest, Mean, Metrics, Sum, Trainer, Update
 
 
 class WholeBatch(NamedTuple):
@@ -55,6 +62,7 @@ class OnPolicy(Trainer):
     tools          functions the model may call, instead of an environment
     agent          function(row, client) that talks to the model over HTTP, instead of an environment; see
                    `strop.environments.recorder`
+    metrics_fn     a function or several; their numbers are logged and are no reward
     """
 
     config: Any
@@ -63,7 +71,7 @@ class OnPolicy(Trainer):
 
     def __init__(
         self, *, reward_fn: object = None, preference_fn: object = None, environment: object = None, tools: object = None,
-        agent: object = None, **arguments: Any,
+        agent: object = None, metrics_fn: object = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
@@ -76,6 +84,8 @@ class OnPolicy(Trainer):
         if preference_fn is not None:
             judging = config.reward_timeout, config.find_failing, config.calls
             self.preference = PreferenceFunction(preference_fn, *judging)
+        timeout = getattr(config, "reward_timeout", None)
+        self.metrics_fn = None if metrics_fn is None else MetricsFunctions(metrics_fn, timeout)
         self.player = trainers_player(self, environment, tools, agent)
         self.environments = [one for one in (environment, agent, *_listed(tools)) if one is not None]
         self.any_format = self.player is not None
@@ -92,6 +102,11 @@ class OnPolicy(Trainer):
         if self.preference is not None:
             return [self.preference.function]
         return [] if self.rewards is None else self.rewards.functions
+
+    @property
+    def judges(self) -> list[Any]:
+        """What reads the completions of a step: reward functions or a preference function, and metrics_fn."""
+        return [one for one in (self.rewards or self.preference, self.metrics_fn) if one is not None]
 
     # ---- prompts ----
 
@@ -112,16 +127,15 @@ class OnPolicy(Trainer):
 
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
         super().check_columns(rows, name)
-        if judge := self.rewards or self.preference:
+        for judge in self.judges:
             judge.check(rows, name)
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
-        judge = self.rewards or self.preference
         if self.player is not None:
-            return checked_rows(rows, name, judge)
+            return checked_rows(rows, name, self.judges)
         padding = self.policy.padding(self.config.pad_id)
         prompts = prompts_of_dataset(rows, self.policy.tokenizer, padding, name, self.name)
-        if judge is not None:
+        for judge in self.judges:
             judge.check(rows, name)
         checked_prompts(self.policy, [prompt.ids_T for prompt in prompts], self.config.sampling, name)
         return self.checked(prompts, name)
@@ -146,6 +160,7 @@ class OnPolicy(Trainer):
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
         self.advantages(trajectories, batch)
+        metrics |= self.own_metrics(trajectories)
         return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
     def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
@@ -174,6 +189,17 @@ class OnPolicy(Trainer):
             if not all(one.rewards for one in trajectories):
                 self.rewards(columns, trajectories).fill(trajectories)
             self.samples = sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
+
+    def own_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """Return the numbers of metrics_fn, and those that reward functions keep, such as a judge's tokens."""
+        found: Metrics = {}
+        if judge := self.rewards or self.preference:
+            found |= {name: Sum(value) for name, value in judge.take_metrics().items()}
+        if self.metrics_fn is not None and trajectories:
+            with self.phase("reward"):
+                numbers = self.metrics_fn(reward_columns(trajectories, self.policy.tokenizer))
+            found |= {f"metrics/{name}": Mean(*pair) for name, pair in numbers.items()}
+        return found
 
     def whole_batch(self, trajectories: Sequence[Trajectory], first: int) -> WholeBatch:
         """Return the facts that all processes need about each other's completions."""
@@ -249,7 +275,7 @@ class OnPolicy(Trainer):
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
-        metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics = batch.rewards.metrics | completion_metrics(batch.ends) | self.own_metrics(trajectories)
         if num_samples == 1:
             return metrics
         answers, rewards_PK = self.of_all(answers), batch.rewards.total_B.double().numpy().reshape(-1, num_samples)

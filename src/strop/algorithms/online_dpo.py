@@ -12,6 +12,7 @@ from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import OnlineDPOConfig
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device
 from strop.data.inputs import check_below
+from strop.data.offline import num_tokens_of
 from strop.environments.setup import CONVERSATION_COLUMNS
 from strop.rewards import reward_columns, sample_table
 from strop.rollout.generate import completion_metrics
@@ -75,7 +76,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
         self.samples = samples  # keep the samples of the last step
         batch, pairs = self.whole_batch(trajectories, 0), _ordered(self.cut(trajectories))
         metrics = {} if batch.rewards is None else batch.rewards.metrics
-        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories)
+        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories) | self.own_metrics(trajectories)
         counts = self._counts_of_all(pairs)
         return metrics | (self._evaluate(pairs, counts) if counts[0] else {})
 
@@ -90,7 +91,7 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
             return
         pairs = list(zip(trajectories[::2], trajectories[1::2], strict=True))
         with self.phase("score"), self.autocast(), torch.no_grad():
-            for part in self.micro_batches(pairs, [len(first) + len(second) for first, second in pairs]):
+            for part in self.micro_batches(pairs, num_tokens_of(pairs, self.shares_prefixes)):
                 some = [one for pair in part for one in pair]
                 batch = TokenBatch.of(self.cut(some), self.policy.device)
                 for trajectory, logps_t in zip(some, batch.split(self.reference.logps(batch)), strict=True):

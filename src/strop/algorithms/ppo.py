@@ -25,6 +25,7 @@ from strop.algorithms.reward_model import ModelReward
 from strop.config import PPOConfig
 from strop.data.batch import TokenBatch, Trajectory
 from strop.losses import PolicyLoss
+from strop.models import Policy
 from strop.models.critic import Critic
 from strop.models.kinds import shares
 from strop.primitives import compute_gae
@@ -59,6 +60,10 @@ class PPO(PolicyGradient):
         self.critic_optim = replace(self.config.optim, learning_rate=self.config.critic_learning_rate)
         self.critic_optimizer = make_optimizer(self.critic.module, self.critic_optim)
         self._value_losses: list[torch.Tensor] = []  # of the step's micro-batches
+
+    @property
+    def readers(self) -> list[Policy]:
+        return super().readers if self.critic.scorer is None else [*super().readers, self.critic.scorer]
 
     # ---- a step ----
 

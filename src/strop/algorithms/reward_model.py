@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from strop._checks import check_count, check_number, is_conversation
 from strop._types import Array, Texts, Tokenizer
 from strop.config import RewardModelConfig
-from strop.data.batch import TokenBatch, Trajectory, on_device, split
+from strop.data.batch import TokenBatch, Trajectory, on_device, shared_prefixes, split
 from strop.data.formats import column_counts
 from strop.data.offline import Limits, Pair, num_tokens_of, pairs_of_columns, pairs_of_rows
 from strop.data.tokenize import encode_row
@@ -92,7 +92,7 @@ class RewardModel(Trainer):
     def evaluate_on(self, rows: list[Any]) -> dict[str, float]:
         mine, results = self.share(len(rows)), []
         own = rows[mine.start : mine.stop]
-        for part in self.eval_batches(own, num_tokens_of(own)):
+        for part in self.eval_batches(own, num_tokens_of(own, self.shares_prefixes)):
             with self.autocast():
                 results.append(self._pair_scores(part, len(rows)))
         margins = [margin for result in results for margin in (result.chosen_B - result.rejected_B).tolist()]
@@ -116,7 +116,7 @@ class RewardModel(Trainer):
     def _step(self, pairs: list[Pair]) -> dict[str, float]:
         mine = self.share(len(pairs))
         own = pairs[mine.start : mine.stop]
-        parts = self.micro_batches(own, num_tokens_of(own))
+        parts = self.micro_batches(own, num_tokens_of(own, self.shares_prefixes))
         update = self.update(functools.partial(self._pair_scores, part, len(pairs)) for part in parts)
         self.count_tokens(sum(num_tokens_of(own)))
         return update | self._metrics(update.parts)
@@ -177,7 +177,8 @@ class ModelReward:
         for i, trajectory in enumerate(trajectories):
             self.policy.check_ids(trajectory.ids_T, f"prompt and completion {i}")
         lengths = [len(one) for one in trajectories]
-        parts = split(range(len(trajectories)), lengths, 0, self.num_tokens, padded=self.policy.pads)
+        groups = shared_prefixes(trajectories) if self.policy.shares else ()
+        parts = split(range(len(lengths)), lengths, 0, self.num_tokens, padded=self.policy.pads, groups=groups)
         found: dict[int, float] = {}
         with self.policy.evaluating():
             for part in parts:

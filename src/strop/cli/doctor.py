@@ -170,6 +170,8 @@ def of_model(name: str) -> Iterator[Finding]:
         if policy.boundaries is not None:
             told += f"; {policy.boundaries.in_words}"
         yield Finding("training", "ok", told)
+        why = policy.no_sharing_because
+        yield Finding("shared prefixes", "ok", "are read once" if why is None else f"are read by each sequence: {why}")
         yield Finding(
             "loss", "ok", f"from all logits: {why}" if (why := policy.no_hidden_because) else "from hidden states"
         )

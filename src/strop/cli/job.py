@@ -47,6 +47,7 @@ class JobConfig(Config):
     template         write the prompt as this text, with {prompt} or other columns in braces
     reward           file.py:function or package.module:function; may be repeated; without it the task's
     preference       file.py:function for online-dpo, in place of a reward
+    metrics          file.py:function, whose numbers are logged and are no reward; may be repeated
     environment      file.py:Class for more than one turn; a class with rows and a tokenizer takes the place of a task
     tools            file.py:function, which the model may call; may be repeated
     agent            file.py:function(row, client) for grpo, a program that talks to the model over HTTP
@@ -82,6 +83,7 @@ class JobConfig(Config):
     template: str | None = None
     reward: str | tuple[str, ...] | None = None
     preference: str | None = None
+    metrics: str | tuple[str, ...] | None = None
     environment: str | None = None
     tools: str | tuple[str, ...] | None = None
     agent: str | None = None

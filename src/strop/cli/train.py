@@ -304,14 +304,16 @@ def changed_options(job: JobConfig) -> Json:
 def _functions(command: str, job: JobConfig, task: object) -> Json:
     """Return the trainer's arguments besides the model: functions, environment, tools, agent, critic."""
     takes = ALGORITHMS[command].arguments
-    for name in ("environment", "tools", "agent", "critic", "reward", "preference"):
-        if name not in takes and getattr(job, name) is not None:
+    for name in ("environment", "tools", "agent", "critic", "reward", "preference", "metrics"):
+        if ("reward" if name == "metrics" else name) not in takes and getattr(job, name) is not None:
             has = "rewards" if name == "preference" and "reward" in takes else "none"
             raise ValueError(f"{name} must not be given: {command} has {has}")
     load = {
         "environment": load_environment, "tools": load_tools, "agent": load_agent, "critic": lambda job: job.critic
     }  # fmt: skip
     found = {name: load[name](job) for name in takes if name in load}
+    if job.metrics is not None:
+        found["metrics_fn"] = [load_function(name, "metrics") for name in listed(job.metrics)]
     if job.preference is not None:
         return found | {"preference_fn": load_function(job.preference, "preference")}
     if "reward" not in takes:

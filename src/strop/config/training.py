@@ -66,6 +66,8 @@ class RunConfig(Config):
     shard                   under torchrun: "none" keeps all weights in every process, "full" a shard in each
     gradient_checkpointing  compute activations again in the backward pass: less memory, more time
     compile                 torch.compile the model
+    share_prefixes          a prefix that several sequences begin with, such as the prompt of a group, is read once: "auto" on
+                            a CPU, "always", or "never". Changes memory and time, not the result
     dropout                 False turns the model's dropout off, so that policy and reference are the same function
     log_every               log metrics every so many steps
     eval_every              evaluate every so many steps, besides before the first and after the last
@@ -86,6 +88,7 @@ class RunConfig(Config):
     shard: str = choice("none", ("none", "full"))
     gradient_checkpointing: bool = False
     compile: bool = False
+    share_prefixes: str = choice("auto", ("auto", "always", "never"))
     dropout: bool = False
     log_every: int = count(1)
     eval_every: int = count(0)

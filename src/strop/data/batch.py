@@ -9,15 +9,20 @@ Shapes: N tokens of S trajectories, n of them in the loss; rows of T tokens if a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
 from strop._types import Array, Row
 from strop.primitives import pack_sequences
 
 Item = TypeVar("Item")
+Groups: TypeAlias = Sequence[tuple[int, list[int]]]  # the length of a prefix, and the trajectories that begin with it
+# A prefix is read once if it has LEAST_SHARED tokens, and if so many of a batch's tokens are saved: in a tiny model fewer
+# cost the host more than they save.
+LEAST_SHARED, LEAST_SAVED, LEAST_SAVED_FRACTION = 32, 96, 0.125
 
 
 class RewardedTurn(NamedTuple):
@@ -155,6 +160,23 @@ class PaddedRows(NamedTuple):
         return spread.index_copy(0, self.index_N, values_N)
 
 
+class SharedPrefixes(NamedTuple):
+    """The layout of a batch in which a prefix that trajectories share stands once.
+
+    Its M tokens are first the prefixes, then what follows each of them, then the other trajectories.
+
+    lengths   number of tokens of each prefix, and of all that follows it
+    token_M   index of each token in the batch without sharing
+    place_N   index of each token of that batch among the M
+    alone     the batch without sharing
+    """
+
+    lengths: list[tuple[int, int]]
+    token_M: torch.Tensor
+    place_N: torch.Tensor
+    alone: "TokenBatch"
+
+
 @dataclass
 class TokenBatch:
     """N tokens of several packed trajectories. Built on the host and moved to the device once.
@@ -167,6 +189,9 @@ class TokenBatch:
     old_logps_n, ref_logps_n, values_n, returns_n, advantages_n, importance_n, weights_n
                     aligned with places_n, as in `Trajectory`; None where not needed
     routing_NLk     experts to replay, −1 where the routers choose; None: the routers choose everywhere
+    groups          trajectories that share a prefix, as `shared_prefixes` returns them; empty if routing is replayed, which
+                    counts every token
+    prefixes        the layout if shared prefixes stand once; `lengths` are then those of its segments
     """
 
     ids_N: torch.Tensor
@@ -185,6 +210,8 @@ class TokenBatch:
     importance_n: torch.Tensor | None = None
     weights_n: torch.Tensor | None = None
     routing_NLk: torch.Tensor | None = None
+    groups: Groups = field(default_factory=list)
+    prefixes: SharedPrefixes | None = None
 
     @classmethod
     def of(
@@ -222,6 +249,7 @@ class TokenBatch:
         for name, values in per_trajectory.items():
             setattr(batch, f"{name}_n", torch.as_tensor(values, dtype=dtype)[sequence_n])
         routing = [one.routing_TLk for one in trajectories if one.routing_TLk is not None]
+        batch.groups = [] if routing else shared_prefixes(trajectories)
         if routing:
             if [len(one) for one in routing] != lengths:
                 found = f"found {[len(one) for one in routing]} of {lengths} tokens"
@@ -297,8 +325,36 @@ class TokenBatch:
             self.ids_N[tokens_M], self.positions_N[tokens_M], on_device(torch.tensor(ends, dtype=torch.int32), self.device),
             lengths, self.places_n[theirs_m] + shifts_m, self.targets_n[theirs_m], sequence_m, counts,
             routing_NLk=None if self.routing_NLk is None else self.routing_NLk[tokens_M],
+            groups=_of_these(self.groups, sequences),
         )  # fmt: skip
         return batch, theirs_m
+
+    def with_prefixes(self, groups: Groups) -> "TokenBatch":
+        """Return a batch for a forward in which the prefix of each group of trajectories stands once."""
+        starts, in_group = [0, *accumulate(self.lengths)], {i for _, rows in groups for i in rows}
+        later = [sorted(rows, key=lambda i: self.lengths[i]) for _, rows in groups]  # those of one length together
+        segments = [(starts[rows[0]], length) for length, rows in groups]  # first token of each, and number of tokens
+        segments += [
+            (starts[i] + length, self.lengths[i] - length)
+            for (length, _), rows in zip(groups, later, strict=True)
+            for i in rows
+        ]
+        segments += [(starts[i], self.lengths[i]) for i in range(len(self)) if i not in in_group]
+        ends = [0, *accumulate(length for _, length in segments)]
+        token_M, M = _spans(segments), np.arange(ends[-1])
+        place_N = np.empty(self.num_tokens, dtype=np.int64)
+        place_N[token_M] = M
+        for first, (length, rows) in zip(ends, groups, strict=False):
+            for i in rows:
+                place_N[starts[i] : starts[i] + length] = M[first : first + length]
+        indices = on_device(torch.from_numpy(np.concatenate([token_M, place_N, ends])), self.device)
+        token_M, place_N, cu_seqlens = indices.split([len(M), len(place_N), len(ends)])
+        sums = [(n, sum(self.lengths[i] - n for i in rows)) for n, rows in groups]
+        return replace(
+            self, ids_N=self.ids_N[token_M], positions_N=self.positions_N[token_M], cu_seqlens=cu_seqlens.int(),
+            lengths=[length for _, length in segments], places_n=place_N[self.places_n],
+            prefixes=SharedPrefixes(sums, token_M, place_N, self),
+        )  # fmt: skip
 
     def sums(self, values_n: torch.Tensor) -> torch.Tensor:
         """Return [S]: the sum over each trajectory's tokens of the loss."""
@@ -307,6 +363,52 @@ class TokenBatch:
     def split(self, values_n: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of each trajectory."""
         return list(values_n.split(self.num_loss_tokens_S))
+
+
+def _spans(segments: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the indices start, start + 1, … of each (start, length), one segment after the other."""
+    starts, lengths = np.array(segments, dtype=np.int64).T
+    return np.arange(lengths.sum()) + (starts - lengths.cumsum() + lengths).repeat(lengths)
+
+
+def shared_prefixes(trajectories: Sequence[Trajectory]) -> Groups:
+    """Return groups of trajectories that begin with the same tokens; no groups if too few tokens would be saved.
+
+    Groups are joined while this saves more tokens. Every trajectory keeps at least one token of its own.
+    """
+    rows = [one.ids_T.numpy() for one in trajectories]
+    alike: dict[bytes, list[int]] = {}
+    for i, row in enumerate(rows):
+        if len(row) > LEAST_SHARED:
+            alike.setdefault(row[:LEAST_SHARED].tobytes(), []).append(i)
+    found = []
+    for some in alike.values():
+        # big-endian bytes are sorted as the ids are: rows that share most are neighbours
+        order = sorted(some, key=lambda i: rows[i].astype(">i8").tobytes())
+        group_of = {i: (len(rows[i]), [i]) for i in order}
+        pairs = sorted(((num_equal(rows[i], rows[j]), i, j) for i, j in pairwise(order)), reverse=True)
+        for num, i, j in pairs:
+            (most, ours), (others_most, theirs) = group_of[i], group_of[j]
+            both = ours + theirs
+            if num * (len(both) - 1) > most * (len(ours) - 1) + others_most * (len(theirs) - 1):
+                group_of.update(dict.fromkeys(both, (num, both)))
+        found += [group for i, group in group_of.items() if len(group[1]) > 1 and group[1][0] == i]
+    num_saved = sum(num * (len(group) - 1) for num, group in found)
+    return found if num_saved >= max(LEAST_SAVED, LEAST_SAVED_FRACTION * sum(map(len, rows))) else []
+
+
+def _of_these(groups: Groups, sequences: Sequence[int]) -> Groups:
+    """Return the groups among these trajectories."""
+    place = {s: i for i, s in enumerate(sequences)}
+    found = [(length, [place[s] for s in rows if s in place]) for length, rows in groups]
+    return [(length, rows) for length, rows in found if len(rows) > 1]
+
+
+def num_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many tokens two rows begin with in common, at most all but the last of each."""
+    num = min(len(one), len(other)) - 1
+    differs = one[:num] != other[:num]
+    return int(differs.argmax()) if differs.any() else num
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -340,15 +442,19 @@ def as_ids(ids: object, name: str) -> torch.Tensor:
 
 
 def split(
-    items: Sequence[Item], lengths: Sequence[int], size: int = 0, num_tokens: int = 0, *, padded: bool = False
-) -> list[list[Item]]:
+    items: Sequence[Item], lengths: Sequence[int], size: int = 0, num_tokens: int = 0, *, padded: bool = False,
+    groups: Groups = (),
+) -> list[list[Item]]:  # fmt: skip
     """Return the items in parts of at most `size` items and `num_tokens` tokens; 0 is no limit.
 
     lengths   number of tokens of each item
     padded    rows are padded to the longest: a part of n items has n · (its longest) tokens
+    groups    of items that share a prefix, as `shared_prefixes` returns them: they stay together where they fit
 
     Items that fit together stay in one part, in their order. An item above the limit is a part of its own.
     """
+    if groups:
+        return _of_groups(items, lengths, size, num_tokens, groups)
     size = size or len(items)
     whole = len(items) * max(lengths, default=0) if padded else sum(lengths)
     if not items or (len(items) <= size and (not num_tokens or whole <= num_tokens)):
@@ -362,6 +468,21 @@ def split(
         bins = even if len(even) == len(bins) else bins
         parts = [found[i : i + size] for found in bins for i in range(0, len(found), size)]
     return [[items[i] for i in part] for part in parts]
+
+
+def _of_groups(
+    items: Sequence[Item], lengths: Sequence[int], size: int, num_tokens: int, groups: Groups
+) -> list[list[Item]]:
+    """Return the parts if the prefix of a group counts once in each part. A group that is too large is cut."""
+    units, num_read = [], []  # groups, their parts and single items, and the tokens that each of them has
+    in_group = {i for _, rows in groups for i in rows}
+    for prefix, rows in [*groups, *((0, [i]) for i in range(len(items)) if i not in in_group)]:
+        own = [lengths[i] - prefix for i in rows]
+        for part in split(range(len(rows)), own, size, num_tokens and max(num_tokens - prefix, 1)):
+            units.append([rows[i] for i in part])
+            num_read.append(prefix + sum(own[i] for i in part))
+    parts = [[items[i] for unit in part for i in unit] for part in split(units, num_read, 0, num_tokens)]
+    return [part[i : i + (size or len(part))] for part in parts for i in range(0, len(part), size or len(part))]
 
 
 def _of_like_lengths(lengths: Sequence[int], size: int, num_tokens: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 
 from strop._types import Array, Json, Texts, Tokenizer
 from strop.data.ahead import PreparedAhead
-from strop.data.batch import Trajectory
+from strop.data.batch import LEAST_SHARED, Trajectory, num_equal
 from strop.data.formats import Prepared, check_rows, detect_format, load_rows, with_prompt
 from strop.data.inputs import Ids, Padding, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.streams import Streamed
@@ -133,6 +133,10 @@ def unpaired_rows(dataset: object) -> Any:
     )  # fmt: skip
 
 
-def num_tokens_of(pairs: Sequence[Pair]) -> list[int]:
-    """Return the number of tokens of each pair: both completions, each with its prompt."""
-    return [len(chosen) + len(rejected) for chosen, rejected in pairs]
+def num_tokens_of(pairs: Sequence[Pair], shared: bool = False) -> list[int]:
+    """Return the number of tokens of each pair: both completions, each with its prompt, or with `shared` with one for both."""
+    twice = [num_equal(*(one.ids_T.numpy() for one in pair)) if shared else 0 for pair in pairs]
+    return [
+        len(chosen) + len(rejected) - (num if num >= LEAST_SHARED else 0)
+        for (chosen, rejected), num in zip(pairs, twice, strict=True)
+    ]

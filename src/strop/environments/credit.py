@@ -41,6 +41,9 @@ class EnvironmentRewards:
         for part in self.parts:
             part.check(rows, name, besides)
 
+    def take_metrics(self) -> dict[str, float]:
+        return {name: value for part in self.parts for name, value in part.take_metrics().items()}
+
     def __call__(self, rows: Mapping[str, Sequence[object]], trajectories: Sequence[Trajectory]) -> Rewards:
         for one in trajectories:
             if not one.turns and not self.parts:

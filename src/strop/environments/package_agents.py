@@ -6,10 +6,8 @@
 Connections, and servers that are commands, begin and end with the trajectory.
 """
 
-import asyncio
 import contextlib
 import json
-import urllib.parse
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 from strop._checks import is_conversation
 from strop._install import missing
 from strop._types import Json, Row
+from strop.rewards.async_calls import post_json
 
 Agent = Callable[[Row, Any], Any]
 
@@ -27,22 +26,9 @@ async def ask(client: Any, messages: Sequence[Json], **options: Any) -> Json:
     client    what an agent is given: base_url and api_key
     options   further fields of the request, such as tools
     """
-    url = urllib.parse.urlsplit(client.base_url)
-    body = json.dumps({"model": "strop", "messages": messages, **options}).encode()
-    head = (
-        f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {client.api_key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    try:
-        writer.write(head.encode() + body)
-        head_bytes, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    found = json.loads(answer or b"{}")
-    if b" 200 " not in head_bytes.partition(b"\r\n")[0]:
-        raise RuntimeError(found.get("error", {}).get("message", "the endpoint closed the connection"))
-    message: Json = found["choices"][0]["message"]
+    body = {"model": "strop", "messages": messages, **options}
+    answer = await post_json(f"{client.base_url}/chat/completions", body, client.api_key)
+    message: Json = answer["choices"][0]["message"]
     return message
 
 

@@ -347,8 +347,8 @@ class Episode:
         """Raise for a request that cannot be trained on."""
         if asked.n != 1 or len(asked.prompts) != 1:
             raise RequestError(f"n must be 1, and the prompt one, in training, found {asked.n * len(asked.prompts)}")
-        for name, found in (("prompt_logprobs", asked.prompt_logprobs), ("ignore_eos", asked.ignore_eos)):
-            if found:
+        for name in ("prompt_logprobs", "ignore_eos", "echo"):
+            if getattr(asked, name):
                 raise RequestError(f"{name} must be left out in training")
         if asked.grammar is not None and self.recorder.is_remote:
             raise RequestError("response_format must be text with a rollout_server, found another")

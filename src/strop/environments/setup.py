@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from strop._types import Row
@@ -102,10 +102,11 @@ def environment_rows(rows: Any, columns: Row, name: str) -> list[Trajectory]:
     return [Trajectory.of_prompt([], row=row) for row in found]
 
 
-def checked_rows(rows: object, name: str, judge: Any) -> list[Trajectory]:
-    """Return a dataset's rows after a check that they have the columns that `judge` (rewards or preference) needs."""
+def checked_rows(rows: object, name: str, judges: Sequence[Any]) -> list[Trajectory]:
+    """Return a dataset's rows after a check that they have the columns that reward functions and others need."""
     found = environment_rows(rows, {}, name)
     columns = [one.row for one in found]
     prompt = ("prompt",) if any("prompt" in row for row in columns) else ()
-    judge.check(columns, name, (*CONVERSATION_COLUMNS, *prompt))
+    for judge in judges:
+        judge.check(columns, name, (*CONVERSATION_COLUMNS, *prompt))
     return found

@@ -91,12 +91,16 @@ class Packed(Pass):
         if rule.chunk:
             return self._in_chunks(rule.chunk).attend(q, k, v, layer, replace(rule, chunk=0))
         q, k, v = in_one_dtype(q, k, v)
-        if has_kernel(q, rule) and not rule.dropout:
+        if self.has_kernel(q, v, rule) and not rule.dropout:
             return self._by_kernel(q, k, v, rule)
         if not rule.dropout and not (q.is_cuda and self._in_rows):  # on a GPU the indices would have to be copied
             return self._as_rows(q, k, v, rule)
         apart = zip(*(states.split(list(self.lengths), 2) for states in (q, k, v)), strict=True)
         return torch.cat([attention_of_rows(a_q, a_k, a_v, rule) for a_q, a_k, a_v in apart], 1)
+
+    def has_kernel(self, q: torch.Tensor, v: torch.Tensor, rule: Rule) -> bool:
+        """Return whether `flash` computes attention by this rule."""
+        return has_kernel(q, rule)
 
     def _as_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         """Return attention computed on padded rows of similar lengths: one call per sequence costs the host far more."""

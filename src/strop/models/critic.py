@@ -46,6 +46,7 @@ class Critic:
         except TypeError as error:
             raise TypeError(str(error).replace("model", "critic", 1)) from None
         self.scorer.scores_tokens = True
+        self.scorer.set_sharing(policy.share_prefixes)
         self.module = prepared_model(self.scorer, replace(run, compile=False), None)
         check_precision(self.module)
         if shares(policy.model, self.module):

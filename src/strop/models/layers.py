@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from strop._types import Context
 from strop.models import layer_kernels as kernels
-from strop.models.attention import Packed, Rule, Unsupported, current_pass, has_kernel
+from strop.models.attention import Packed, Rule, Unsupported, current_pass
 from strop.models.decoder_layers import (
     ALLOWED,
     activation_of,
@@ -202,7 +202,7 @@ class Fast:
     @staticmethod
     def attend(pass_, rule, q_NQD, k_NKD, v_NKD):
         """Return the output [N, Q, D] and the other tensors that the backward needs."""
-        if has_kernel(q_NQD, rule):
+        if pass_.has_kernel(q_NQD, v_NKD, rule):
             out_NQD, *saved = pass_.flash(q_NQD, k_NKD, v_NKD, rule)
             return out_NQD, saved
         return _by_sequence(pass_, rule, q_NQD, k_NKD, v_NKD), []

@@ -40,6 +40,7 @@ from strop.models.kinds import (
 from strop.models.loading import check_moe_device, chosen_device, load_model
 from strop.models.rotations import Boundaries
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
+from strop.models.shared_prefixes import WithPrefixes
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.head import in_dtype
 from strop.ops.linear import LMHead
@@ -88,6 +89,10 @@ class Policy:
         """Why only rows of one length are read together, where padded ones would have other numbers."""
         self.no_fusing_because: str | None = None
         """Why the decoder layers compute in their own way and not in that of `models.layers`, once a batch was read."""
+        self.share_prefixes = "auto"
+        """When prefixes that sequences of a batch share are read once, as in `RunConfig`."""
+        self.no_sharing_because: str | None = None
+        """Why they are not, once a batch was read."""
         self.exact = False
         """See `be_exact`."""
         self.boundaries: Boundaries | None = None
@@ -120,6 +125,11 @@ class Policy:
         if self.kind == "hf":
             self.exact, self.rollout_engine = True, None
             trial.try_out(self)
+
+    def set_sharing(self, when: str) -> None:
+        """Set `share_prefixes`."""
+        if when != self.share_prefixes:
+            self.share_prefixes, self.was_tried = when, False  # what is off is not tried
 
     # ---- properties of the model ----
 
@@ -388,6 +398,8 @@ class Policy:
         if self.boundaries is not None:
             self.boundaries.forget()
         if self.packs:
+            if batch.groups and self.no_sharing_because is None:
+                batch = batch.with_prefixes(batch.groups)
             within = contextlib.nullcontext if self.fused is None else self.fused.used
             with self._routed(batch.routing_NLk, within) as within:
                 read_N, _ = self.read_packed(module, batch, part, self.rules, within)
@@ -460,6 +472,11 @@ class Policy:
         return self.no_packing_because is None
 
     @property
+    def shares(self) -> bool:
+        """True if prefixes that sequences of a batch share are read once."""
+        return self.packs and self.no_sharing_because is None
+
+    @property
     def pads(self) -> bool:
         """True if padding costs time and memory. The MoE's engine removes padding from its rows."""
         return self.kind != "moe" and not self.packs
@@ -491,7 +508,7 @@ class Policy:
 
         rules   attention rules of the layers; None learns them
         """
-        pass_ = Packed(batch.lengths, batch.cu_seqlens)
+        pass_ = Packed(batch.lengths, batch.cu_seqlens) if batch.prefixes is None else WithPrefixes(batch)
         indices = sequence_indices(batch) if self.indexed else {}
         with reading(self.modules, pass_, within, rules):
             output = module(
@@ -577,6 +594,7 @@ class Policy:
         else:
             ref, kind = Policy(copy.deepcopy(inner), self.tokenizer), "copy"
             ref.exact = self.exact
+        ref.set_sharing(self.share_prefixes)
         ref.model.requires_grad_(False).eval()
         for param in ref.model.parameters():
             param.grad = None

@@ -93,7 +93,7 @@ def _with_others(batch: TokenBatch, first: dict[int, int], known: list[int]) -> 
     for sequence, n in first.items():
         start, end = int(batch.places_n[n]) + 1, int(batch.cu_seqlens[sequence + 1])
         ids_N[start:end] = known[1] if ids_N[start] == known[0] else known[0]
-    return dataclasses.replace(batch, ids_N=ids_N)
+    return dataclasses.replace(batch, ids_N=ids_N, groups=[])
 
 
 def _is_same(one_V: torch.Tensor, other_V: torch.Tensor) -> bool:
@@ -271,6 +271,9 @@ def try_out(policy: "Policy") -> None:
     """Fill in how the model can be read, found by a trial: only the outputs show what a forward computes."""
     policy.was_tried = True
     policy.no_hidden_because = policy.no_packing_because = policy.no_fusing_because = f"it is a {policy.kind!r} model"
+    policy.no_sharing_because = policy.no_packing_because
+    if policy.kind == "moe":
+        policy.no_sharing_because = "strop's engine reads each row by itself"
     if policy.kind != "hf":
         return
     try:
@@ -349,12 +352,14 @@ def try_reading(policy: "Policy", module: nn.Module, part: Part) -> TrialRows:
         policy.indexed = not isinstance(told, str)
         found = f"{found}; told where they end, {told}" if isinstance(told, str) else told
     policy.no_packing_because, policy.no_padding_because = _try_together(policy, module, part, rows, found)
+    policy.no_sharing_because = _try_sharing(policy, module, part, rows)
     rules = policy.rules
     with shortened(inner) as is_shorter:
         if is_shorter and (shorter := _shorter_rows(policy, module, part)) is not None:
             why = _try_together(policy, module, part, shorter, _try_packing(policy, module, part, shorter))
             policy.no_packing_because = policy.no_packing_because or why[0]
             policy.no_padding_because = policy.no_padding_because or why[1]
+            policy.no_sharing_because = policy.no_sharing_because or _try_sharing(policy, module, part, shorter)
     policy.rules = rules
     return rows
 
@@ -422,6 +427,28 @@ def _try_together(
             name = type(policy.inner).__name__
             raise ValueError(f"model must read rows beside each other, found a {name}: {why}")
     return found, no_padding
+
+
+def _try_sharing(policy: "Policy", module: nn.Module, part: Part, rows: TrialRows) -> str | None:
+    """Return why a prefix that rows share is not read once, or None."""
+    if policy.no_packing_because is not None:
+        return f"it does not read packed sequences: {policy.no_packing_because}"
+    if policy.indexed:
+        return "it is told where sequences end, since layers of it may carry a state"
+    if policy.exact:
+        return "exact: the backward would sum the prefix's gradients in another order"
+    if policy.share_prefixes == "never":
+        return 'share_prefixes is "never"'
+    if policy.share_prefixes == "auto" and policy.device.type != "cpu":
+        return 'sharing has not been measured on a GPU: share_prefixes="always" turns it on'
+    shared = rows.twice.with_prefixes([(rows.twice.lengths[0] // 2, [0, 1])])
+    assert shared.prefixes is not None
+    place_N = shared.prefixes.place_N
+    return attempted(
+        lambda: policy.read_packed(module, shared, part, policy.rules)[0][place_N],
+        rows.wanted_NV[-rows.twice.lengths[0] :].repeat(2, 1),
+        "a shared prefix",
+    )
 
 
 # ---- layers through which no gradient passes ----

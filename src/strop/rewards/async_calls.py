@@ -1,14 +1,19 @@
-"""Calls of async functions: several at the same time, limited in time, made again after an error."""
+"""Calls of async functions: several at the same time, limited in time, made again after an error; and their HTTP."""
 
 import asyncio
+import http.client
+import io
+import json
 import os
 import threading
+import urllib.parse
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from strop._contexts import ExitError, exit_message
+from strop._types import Json
 
 LONGEST_PAUSE = 30.0  # seconds before a call is made again
 Result = TypeVar("Result")
@@ -95,3 +100,43 @@ class EventLoop:
 
 
 event_loop = EventLoop()
+
+
+# ---- HTTP ----
+
+
+class _Received:
+    """The bytes of an answer, as `http.client` takes them from a socket."""
+
+    def __init__(self, data: bytes):
+        self.makefile = lambda mode: io.BytesIO(data)
+
+
+async def post_json(url: str, body: Json, api_key: str | None = None) -> Json:
+    """Send a JSON object and return the one that is answered; raise RuntimeError for any other answer."""
+    place, data = urllib.parse.urlsplit(url), json.dumps(body).encode()
+    key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
+    head = f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n{key}Content-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    secure = place.scheme == "https"
+    reader, writer = await asyncio.open_connection(
+        place.hostname, place.port or (443 if secure else 80), ssl=True if secure else None
+    )
+    try:
+        writer.write(head.encode("latin-1") + data)
+        response = http.client.HTTPResponse(_Received(await reader.read()))  # type: ignore[arg-type]
+    finally:
+        writer.close()
+    try:
+        response.begin()
+        text = response.read().decode("utf-8", "replace")
+        found = json.loads(text)
+    except http.client.HTTPException as error:
+        raise RuntimeError(f"{url} must answer, found a connection that was closed ({type(error).__name__})") from None
+    except ValueError:
+        found = text
+    if response.status != 200 or not isinstance(found, dict):
+        told = found.get("error") if isinstance(found, dict) else None
+        said = told.get("message") if isinstance(told, dict) else text
+        raise RuntimeError(f"{url} answers with {response.status}: {' '.join(str(said).split())[:300]}")
+    return found

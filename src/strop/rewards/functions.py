@@ -171,6 +171,10 @@ class RewardFunctions:
         for function, called in zip(self.functions, self.names, strict=True):
             check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return the functions' own numbers since the last time, such as a judge's tokens."""
+        return _taken_metrics(self.functions, self.names)
+
     def __call__(self, rows: Rows, trajectories: Sequence[Trajectory] = ()) -> Rewards:
         total_B = torch.zeros(len(rows["completions"]), dtype=torch.float64)
         columns = {}
@@ -178,7 +182,7 @@ class RewardFunctions:
             return Rewards.joined([], self.names)
         found = self.caller.call_all(list(zip(self.functions, self.names, strict=True)), rows)
         for name, weight, values in zip(self.names, self.weights, found, strict=True):
-            rewards = [as_reward(value, index, name, rows) for index, value in enumerate(values)]
+            rewards = [as_reward(value, index, f"reward function {name}", rows) for index, value in enumerate(values)]
             column_B = torch.tensor(rewards, dtype=torch.float64)
             total_B += weight * column_B
             columns[name] = column_B.float()
@@ -216,6 +220,10 @@ class PreferenceFunction:
         """Raise if the function needs a column that not every row has; see `RewardFunctions.check`."""
         check_columns(self.function, self.name, ("pairs", *besides), rows, name)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return the function's own numbers since the last time, such as a judge's tokens."""
+        return _taken_metrics([self.function], [self.name])
+
     def __call__(self, pairs: Sequence[tuple[object, object]], columns: Rows | None = None) -> list[float]:
         """Return the function's value for each pair; NaN if its call failed and failures are left out."""
         if not pairs:
@@ -236,6 +244,48 @@ class PreferenceFunction:
                 f"found {value!r} {where(index, rows)}"
             )
         return float(value)
+
+
+def _taken_metrics(functions: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+    """Return what `take_metrics()` of each function that has it returns, under the function's name."""
+    own = [
+        (name, function) for name, function in zip(names, functions, strict=True) if hasattr(function, "take_metrics")
+    ]
+    return {f"{name}/{key}": value for name, function in own for key, value in function.take_metrics().items()}
+
+
+class MetricsFunctions:
+    """One or several functions whose numbers are logged and are no reward.
+
+    Each has parameters as a reward function and returns {name: values}, one value for each completion; None is no value.
+    """
+
+    def __init__(self, functions: Any, timeout: float | None = None):
+        self.functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        for function in self.functions:
+            if not callable(function) or is_async(function):
+                raise TypeError(f"metrics_fn must be a plain function or several, found {function!r:.60}")
+        self.timeout, self.names = check_timeout(timeout), unique_names(self.functions)
+
+    def check(self, rows: Sequence[Row], name: str, besides: Sequence[str] = ()) -> None:
+        """Raise if a function needs a column that not every row has; see `RewardFunctions.check`."""
+        for function, called in zip(self.functions, self.names, strict=True):
+            check_columns(function, called, ("completions", "completion_ids", *besides), rows, name)
+
+    def __call__(self, rows: Rows) -> dict[str, tuple[float, int]]:
+        """Return the sum and the number of each metric's values."""
+        found: dict[str, tuple[float, int]] = {}
+        for function, called in zip(self.functions, self.names, strict=True):
+            given = arguments_for(function, called, rows)
+            returned: Any = call_checked(function, called, given, rows, self.timeout, find_failing=False)
+            if not isinstance(returned, Mapping):
+                raise RewardError(f"metrics function {called} must return values by name, found {returned!r:.60}")
+            for name, values in returned.items():
+                who = f"metrics function {called}, {name}"
+                listed = as_values(values, len(rows["completions"]), who, rows)
+                known = [as_reward(value, i, who, rows) for i, value in enumerate(listed) if value is not None]
+                found[str(name)] = sum(known), len(known)
+        return found
 
 
 # ---- calling ----
@@ -551,11 +601,11 @@ def as_reward(value: object, index: int, name: str, rows: Rows) -> float:
         return math.nan
     value = _as_number(value)
     if not isinstance(value, numbers.Real):
-        raise RewardError(f"reward function {name} must return numbers, found {value!r:.60} {where(index, rows)}")
+        raise RewardError(f"{name} must return numbers, found {value!r:.60} {where(index, rows)}")
     size: Any = abs(value)
     if not size <= LARGEST:  # rewards are stored in float32
         found = f"found {value!s:.20} {where(index, rows)}"
-        raise RewardError(f"reward function {name} must return finite numbers, {found}")
+        raise RewardError(f"{name} must return finite numbers, {found}")
     return float(value)
 
 

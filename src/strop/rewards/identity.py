@@ -21,6 +21,8 @@ def described(function: Callable[..., object]) -> dict[str, str]:
         found["file"] = str(file)
     except (TypeError, OSError):  # a builtin, or a notebook's cell
         code = "\n".join(_code_without_file(place, {})).encode()
+    if (settings := getattr(function, "settings", None)) is not None:  # a judge's
+        code += repr(settings).encode()
     return found | ({"sha256": hashlib.sha256(code).hexdigest()} if code else {})
 
 

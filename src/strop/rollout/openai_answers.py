@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from strop.rollout.openai_requests import Json, OpenAIRequest
-from strop.rollout.sampling_queue import SampledCompletion
+from strop.rollout.sampling_queue import SampledCompletion, Ticket
 from strop.rollout.served_model import ServedModel
 
 
@@ -27,18 +27,20 @@ def answer_body(
     request: OpenAIRequest,
     served: ServedModel,
     completions: list[list[SampledCompletion]],
-    prompt_logps: list[list[float]],
+    tickets: Sequence[Ticket],
 ) -> Json:
     """Return the answer to a request without a stream: completions and log-probs of each of its prompts."""
     choices: list[Json] = []
-    for prompt, answers, logps in zip(request.prompts, completions, prompt_logps, strict=True):
+    for i, (prompt, answers, ticket) in enumerate(zip(request.prompts, completions, tickets, strict=True)):
         for completion in answers:
-            make = _chat_choice if request.chat else _text_choice
-            choice = {"index": len(choices), **make(request, served, cut_at_stop(completion, request.stop, served))}
-            if not request.chat:
-                choice["prompt_logprobs"] = _prompt_logprobs(prompt, logps) if request.prompt_logprobs else None
-                choice |= {"prompt_token_ids": prompt} if request.echo_ids else {}
-            choices.append(choice)
+            cut = cut_at_stop(completion, request.stop, served)
+            if request.chat:
+                choice = _chat_choice(request, served, cut)
+            else:
+                choice = _text_choice(request, served, cut, i, ticket)
+                logps = _prompt_logprobs(prompt, ticket.prompt_logps) if request.prompt_logprobs else None
+                choice |= {"prompt_logprobs": logps} | ({"prompt_token_ids": prompt} if request.echo_ids else {})
+            choices.append({"index": len(choices), **choice})
     usage = usage_of(request.prompts, [one for answers in completions for one in answers])
     head = answer_head(request, served, "chat.completion" if request.chat else "text_completion")
     return head | {"choices": choices, "usage": usage}
@@ -66,14 +68,24 @@ def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: Ser
     return CutCompletion(ids[:num], completion.logps[:num], completion.top[:num], text, reason)
 
 
-def _text_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> Json:
+def _text_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion, i: int, ticket: Ticket) -> Json:
+    """Return the choice of a completion of prompt i; with `echo` it begins with the prompt, whose first token has no log-prob."""
+    ids, text, logps, top = cut.ids, cut.text, list[float | None](cut.logps), cut.top
+    if request.echo:
+        prompt, given = request.prompts[i], request.given[i]
+        ids, text = (
+            prompt + ids,
+            (given if isinstance(given, str) else served.decode(prompt, special_tokens=True)) + text,
+        )
+        logps, top = [None, *ticket.prompt_logps, *logps], [[], *ticket.prompt_top, *top]
     logprobs = None
     if request.logprobs:
-        tops = [{served.decode([token]): logp for token, logp in place} for place in cut.top]
-        words = [served.decode([token]) for token in cut.ids]
-        logprobs = {"tokens": words, "token_logprobs": cut.logps, "top_logprobs": tops or None}
-    ids = {"token_ids": cut.ids} if request.echo_ids else {}
-    return {"text": cut.text, "logprobs": logprobs, "finish_reason": cut.finish_reason, **ids}
+        # where two tokens have the same text, the more probable one counts
+        tops = [{served.decode([token]): logp for token, logp in reversed(place)} or None for place in top]
+        words = [served.decode([token]) for token in ids]
+        logprobs = {"tokens": words, "token_logprobs": logps, "top_logprobs": tops if request.num_top else None}
+    own = {"token_ids": cut.ids} if request.echo_ids else {}
+    return {"text": text, "logprobs": logprobs, "finish_reason": cut.finish_reason, **own}
 
 
 def _chat_choice(request: OpenAIRequest, served: ServedModel, cut: CutCompletion) -> Json:

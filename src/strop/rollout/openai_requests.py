@@ -23,7 +23,7 @@ MAX_CHOICES = 1024  # maximum completions of one request, over all its prompts
 MAX_TOKENS = 1 << 20  # maximum length of a completion, if the model does not state its own
 MAX_TOP, MAX_STOPS, MAX_STOP_LENGTH = 20, 64, 1000
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {  # fields accepted only with these values, besides null
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "suffix": ("",),
     "best_of": (1,), "logit_bias": ({},), "functions": ([],), "function_call": ("none",), "min_tokens": (0,),
     "length_penalty": (1,), "use_beam_search": (False,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "bad_words": ([],),
@@ -33,7 +33,7 @@ READ = {
     "model", "prompt", "messages", "tools", "tool_choice", "n", "seed", "max_tokens", "max_completion_tokens", "temperature",
     "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "prompt_logprobs",
     "return_token_ids", "stream", "stream_options", "response_format", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "parallel_tool_calls",
+    "continue_final_message", "parallel_tool_calls", "echo",
 }  # fmt: skip
 WITHOUT_EFFECT = {  # fields that change no token of an answer
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "cache_salt",
@@ -46,6 +46,7 @@ class OpenAIRequest:
 
     given      the prompts as given: messages, texts or ids; `prompts` are their ids
     row        what else the chat template is given, such as tools
+    echo       the answer begins with the prompt
     echo_ids   also send token ids (`return_token_ids`)
     tools      the tools shown to the model; None if there are none
     grammar    the rules for a completion; None for any text
@@ -62,6 +63,7 @@ class OpenAIRequest:
     prompt_logprobs: bool
     logprobs: bool
     num_top: int
+    echo: bool
     echo_ids: bool
     stream: bool
     stream_usage: bool
@@ -80,7 +82,8 @@ class OpenAIRequest:
         return [
             SamplingRequest(
                 prompt=prompt, sampling=self.sampling, num_samples=self.n, seed=self.seed, ignore_eos=self.ignore_eos,
-                model=self.model, ends=ends if self.stop else None, prompt_logps=self.prompt_logprobs,
+                model=self.model, ends=ends if self.stop else None,
+                prompt_logps=self.prompt_logprobs or (self.echo and self.logprobs),
                 num_top=self.num_top, streams=self.stream, grammar=self.grammar,
             )
             for prompt in self.prompts
@@ -208,6 +211,8 @@ def _request(
         raise RequestError(f"n must be at most {MAX_CHOICES // len(prompts)} for {len(prompts)} prompts, found {n}")
     if stream and num_top:
         raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 in a stream, found {num_top}")
+    if (echo := _flag(body, "echo")) and (chat or stream):
+        raise RequestError(f"echo must be false in a {'chat' if chat else 'stream'}, found true")
     if stream and len(prompts) > 1:
         raise RequestError(f"prompt must be one in a stream, found {len(prompts)}")
     if served.sampling is not None:
@@ -231,7 +236,7 @@ def _request(
         chat=chat, model=body.get("model"), prompts=prompts, sampling=sampling, n=n,
         seed=_whole(body, ("seed",), secrets.randbits(48)) % 2**62, stop=stop, ignore_eos=_flag(body, "ignore_eos"),
         prompt_logprobs=_wanted(body, "prompt_logprobs"), logprobs=_wanted(body, "logprobs"), num_top=num_top,
-        echo_ids=_flag(body, "return_token_ids"), stream=stream,
+        echo=echo, echo_ids=_flag(body, "return_token_ids"), stream=stream,
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")), tools=tools,
         grammar=grammar,
     )  # fmt: skip

@@ -236,10 +236,9 @@ class OpenAIServer:
         finally:
             for ticket in tickets:
                 ticket.cancel()
-        prompt_logps = [ticket.prompt_logps for ticket in tickets]
         num_tokens = sum(len(one.ids) for some in found for one in some)
         return await self._apart(
-            num_tokens > SMALL_ANSWER, lambda: json_response(answer_body(asked, self.served, found, prompt_logps))
+            num_tokens > SMALL_ANSWER, lambda: json_response(answer_body(asked, self.served, found, tickets))
         )
 
     async def _apart(self, apart: bool, make: Callable[[], T]) -> T:

@@ -47,8 +47,8 @@ class SamplingRequest:
     address        which of the seed's random numbers it uses, as in `generate`
     model          a name that the queue's `use_model` knows, such as an adapter's; None is its default
     ends           returns whether a completion with these ids ends here, such as at a stop text
-    prompt_logps   also return the log-probs of the prompt's tokens
-    num_top        also return this number of most probable tokens at each position of a completion
+    prompt_logps   also return the log-probs of the prompt's tokens, without the sampling rule
+    num_top        also return this number of most probable tokens at each position of a completion, and of a scored prompt
     grammar        draw only tokens that it allows
     streams        the caller reads pieces as they come, so the first ones are short
     row            a number below 0 under which the engine keeps the cache, for a later request whose prompt begins with this
@@ -97,6 +97,7 @@ class Ticket:
     """A request in the queue. `future` yields the completions, in the order of the samples.
 
     prompt_logps   if asked for, the log-prob of each token of the prompt but the first
+    prompt_top     with these and num_top, the most probable tokens at each of their places
     on_piece       called by the queue's thread after each piece, for a request of one sample
     """
 
@@ -105,6 +106,7 @@ class Ticket:
         self.future: concurrent.futures.Future[list[SampledCompletion]] = concurrent.futures.Future()
         self.completions = [SampledCompletion() for _ in range(request.num_samples)]
         self.prompt_logps: list[float] = []
+        self.prompt_top: list[list[tuple[int, float]]] = []
         self.num_waiting = self.num_left = request.num_samples
         self.row_bits_B = row_bits(request.seed, [request.address], request.num_samples)
 
@@ -390,21 +392,34 @@ class SamplingQueue:
     def _score(self, policy: Policy, row: QueueRow) -> None:
         """Fill the other fields that the request asks for: the prompt's log-probs and the most probable tokens."""
         ticket, request = row.ticket, row.ticket.request
-        if request.prompt_logps and not ticket.prompt_logps and len(request.prompt) > 1:
-            batch = TokenBatch.of([Trajectory.of(request.prompt[:1], request.prompt[1:])], policy.device)
-            ticket.prompt_logps = policy.logps(batch).tolist()
-        if not request.num_top:
-            return
-        ids, size = row.completion.ids, max(1, LOGITS_AT_ONCE // (policy.vocab_size or 1 << 18))
-        for first in range(0, len(ids), size):
-            trajectory = Trajectory.of(request.prompt + ids[:first], ids[first : first + size])
-            logits_nV = policy.logits(TokenBatch.of([trajectory], policy.device))
-            logps_nV = sampling_logps(logits_nV.float(), request.sampling)
-            top = logps_nV.topk(min(request.num_top, logps_nV.shape[-1]), dim=-1)
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            row.completion.top += [
-                [pair for pair in zip(*place, strict=True) if pair[1] > -torch.inf] for place in pairs
-            ]
+        prompt, ids = request.prompt, row.completion.ids
+        if request.prompt_logps and not ticket.prompt_logps and len(prompt) > 1:
+            if (
+                request.num_top
+            ):  # both from the same logits: readers compare them to see which token is the most probable
+                found = _tops(policy, prompt[:1], prompt[1:], Sampling(), request.num_top)
+                ticket.prompt_logps, ticket.prompt_top = [list(one) for one in zip(*found, strict=True)]
+            else:
+                batch = TokenBatch.of([Trajectory.of(prompt[:1], prompt[1:])], policy.device)
+                ticket.prompt_logps = policy.logps(batch).tolist()
+        if request.num_top:
+            row.completion.top += [top for _, top in _tops(policy, prompt, ids, request.sampling, request.num_top)]
+
+
+def _tops(
+    policy: Policy, prompt: list[int], ids: list[int], sampling: Sampling, num_top: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Return each id's log-prob, and the most probable tokens at its place as (id, log-prob)."""
+    found, size = [], max(1, LOGITS_AT_ONCE // (policy.vocab_size or 1 << 18))
+    for first in range(0, len(ids), size):
+        some = ids[first : first + size]
+        logits_nV = policy.logits(TokenBatch.of([Trajectory.of(prompt + ids[:first], some)], policy.device))
+        logps_nV = sampling_logps(logits_nV.float(), sampling)
+        top = logps_nV.topk(min(num_top, logps_nV.shape[-1]), dim=-1)
+        own = logps_nV[range(len(some)), some].tolist()
+        for logp, *pairs in zip(own, top.indices.tolist(), top.values.tolist(), strict=True):
+            found.append((logp, [pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf]))
+    return found
 
 
 def _fail(future: concurrent.futures.Future[Any], error: Exception) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # options that may differ when a run is resumed: they do not change what a step computes
 MAY_CHANGE = (
     "num_steps", "num_epochs", "micro_batch_size", "micro_batch_tokens", "log_every", "eval_every", "save_every",
-    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "merge", "shard",
+    "keep_checkpoints", "samples_every", "gradient_checkpointing", "compile", "share_prefixes", "merge", "shard",
 )  # fmt: skip
 
 PACKAGES = ("numpy", "transformers", "peft", "triton", "datasets")  # run.json has their versions if they are imported

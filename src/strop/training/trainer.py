@@ -28,7 +28,7 @@ from strop._install import missing
 from strop._types import Json, State
 from strop.config import OptimConfig, TrainerConfig
 from strop.config.base import flat, option_names, unknown_option
-from strop.data.batch import split
+from strop.data.batch import Trajectory, shared_prefixes, split
 from strop.data.formats import PreparedRows, check_rows, prepared
 from strop.data.inputs import check_tokenizer
 from strop.data.tokenize import is_thread_safe
@@ -124,6 +124,7 @@ class Trainer:
         if device is not None:
             given.to(device)
         self.policy = read_as(prepared_model(given, self.config.run, self.config.lora, self.config.quantize), tokenizer)
+        self.policy.set_sharing(self.config.run.share_prefixes)
         self.tokenizer = self.policy.tokenizer
         self.module: torch.nn.Module = unwrapped(self.policy.model)  # without the wrapper of torch.compile
         check_precision(self.module)
@@ -320,21 +321,55 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, torch.bfloat16)
 
-    def micro_batches(self, rows: Sequence[Row], lengths: Sequence[int], *, lean: bool = False) -> list[list[Row]]:
+    def micro_batches(
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        trajectories: Sequence[Trajectory] = (),
+        *,
+        lean: bool = False,
+    ) -> list[list[Row]]:
         """Return the rows in parts of at most micro_batch_size rows and micro_batch_tokens tokens.
 
-        lengths   number of tokens of each row; for a pair, of both completions together
-        lean      no backward follows, so a part may have LEAN_TOKENS times as many tokens
+        lengths        number of tokens of each row; for a pair, of both completions together
+        trajectories   each row's trajectory, if the rows are not the trajectories themselves: those that share a prefix
+                       stay together
+        lean           no backward follows, so a part may have LEAN_TOKENS times as many tokens
         """
         run = self.config.run
         num_tokens = run.micro_batch_tokens * (LEAN_TOKENS if lean or self.policy.fuses else 1)
-        return self._as_many(split(rows, lengths, run.micro_batch_size, num_tokens, padded=self.policy.pads))
+        return self._parts(rows, lengths, trajectories, run.micro_batch_size, num_tokens)
 
-    def eval_batches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[list[Row]]:
+    def eval_batches(
+        self, rows: Sequence[Row], lengths: Sequence[int], trajectories: Sequence[Trajectory] = ()
+    ) -> list[list[Row]]:
         """Return the rows of a dataset in parts that are no larger than those of training."""
         run = self.config.run
-        size = run.micro_batch_size or run.batch_size
-        return self._as_many(split(rows, lengths, size, run.micro_batch_tokens, padded=self.policy.pads))
+        return self._parts(rows, lengths, trajectories, run.micro_batch_size or run.batch_size, run.micro_batch_tokens)
+
+    def _parts(
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        trajectories: Sequence[Trajectory],
+        size: int,
+        num_tokens: int,
+    ) -> list[list[Row]]:
+        known = trajectories or [row for row in rows if isinstance(row, Trajectory)]
+        shares = known and self.shares_prefixes and all(one.routing_TLk is None for one in known)
+        groups = shared_prefixes(known) if shares else ()
+        return self._as_many(split(rows, lengths, size, num_tokens, padded=self.policy.pads, groups=groups))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if all models that read a micro-batch read a prefix that several trajectories share once."""
+        return all(reader.shares for reader in self.readers)
+
+    @property
+    def readers(self) -> list[Policy]:
+        """The models that read the micro-batches."""
+        reference = getattr(self.reference, "policy", None)  # None of a teacher on a server
+        return [self.policy] if reference is None else [self.policy, reference]
 
     def _as_many(self, parts: list[list[Row]]) -> list[list[Row]]:
         """Return the parts, filled up with empty ones to the largest number in any process.
