@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from strop._checks import check_number
-from strop.config.base import choice, count, number
+from strop.config.base import Config, choice, count, number
 from strop.config.offline import DPOConfig
 from strop.config.policy_losses import PolicyRule
 from strop.config.sampling import RewardCalls, Sampling, ServerConfig, TurnsConfig
@@ -43,6 +43,40 @@ class RewardOptions(TrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EntropyConfig(Config):
+    """Options by the entropy of the policy's distributions. entropy_coef is an option of the loss.
+
+    top_entropy_quantile   train on this share of the tokens only, those with the largest entropies; 1 is all
+    entropy_target         let the coefficient of the entropy bonus follow this entropy; None keeps it
+    entropy_coef_delta     how far the coefficient moves after an update
+    entropy_coef_min       the least it can be
+    entropy_coef_max       the most it can be
+    """
+
+    top_entropy_quantile: float = number(1.0, 0, 1)
+    entropy_target: float | None = number(None, 0)
+    entropy_coef_delta: float = number(0.005, 0, open_low=True)
+    entropy_coef_min: float = number(0.0, 0)
+    entropy_coef_max: float = number(1.0, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.entropy_coef_min > self.entropy_coef_max:
+            wanted = f"at most entropy_coef_max={self.entropy_coef_max}"
+            raise ValueError(f"entropy_coef_min must be {wanted}, found {self.entropy_coef_min}")
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each option that is set but has no effect."""
+        names = ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return [
+            f"{name} has no effect: it is for entropy_target, found None"
+            for name in changed
+            if self.entropy_target is None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(RewardOptions):
     """Options that GRPO and PPO share. batch_size counts prompts, micro_batch_size and minibatch_size completions.
 
@@ -61,6 +95,7 @@ class PolicyGradientConfig(RewardOptions):
     old_logps: str = choice("auto", ("auto", "rollout", "recompute"))
     exact: bool = False
     pad_id: int | None = None
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     rule: ClassVar[PolicyRule]  # the loss with what the rest of the config says of it
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -76,6 +111,9 @@ class PolicyGradientConfig(RewardOptions):
                 raise ValueError(f"{name} must be {wanted!r} {why}, found {found!r}")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
+
+    def without_effect(self) -> list[str]:
+        return self.entropy.without_effect() + super().without_effect()
 
     @functools.cached_property
     def recomputes(self) -> bool:
@@ -124,7 +162,7 @@ class GRPOConfig(PolicyGradientConfig):
     fill_rounds: int = count(4, low=1)
     importance_cap: float | tuple[float, float] | None = None
     importance_mode: str = choice("truncate", IMPORTANCE_MODES)
-    importance_reject: str | None = choice(None, REJECTIONS)
+    importance_reject: str | None = choice(None, (*REJECTIONS, None))
     importance_reject_bounds: float | tuple[float, float] | None = None
     replay_routing: bool = False
     turns: TurnsConfig = field(default_factory=TurnsConfig)
