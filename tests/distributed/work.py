@@ -134,7 +134,10 @@ CASES = {
     "grpo-cispo": grpo(loss_type="cispo", clip_eps=(0.2, 2.0), importance_cap=1.5, old_logps="auto"),
     "grpo-sequence": grpo(importance_level="sequence", entropy_coef=0.01, top_k=12, old_logps="auto"),
     "grpo-again": grpo(reward_fn=rarely, resample_rounds=2),
-    "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01),
+    "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01, entropy_target=2.9, advantage="gdpo"),
+    "grpo-cov": grpo(
+        loss_type="kl_cov", cov_fraction=0.3, top_entropy_quantile=0.6, inner_epochs=2, advantage="reinforce++"
+    ),
     "grpo-sapo": grpo(loss_type="sapo", kl_estimator="k2", old_logps="recompute", importance_cap=(0.5, 2.0)),
     "grpo-geometric": grpo(importance_level="geometric", minibatch_size=4, inner_epochs=2, kl_coef=0.0),
     "grpo-turns": grpo(reward_fn=None, environment=Turns, turns={"credit": "turn"}, max_new_tokens=3),

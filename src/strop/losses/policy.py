@@ -16,6 +16,8 @@ kl and entropy are reduced with the same weights. The fused kernels compute the 
     sapo        −4/τ·σ(τ·(r − 1))·A, τ by the sign of A     1 / (length of its sequence · sequences)    arXiv 2511.20347
     vespo       −stop_gradient(φ(Π r))·A·log π              1 / tokens of the whole update              arXiv 2602.10693
 
+double_sided, dppo_tv, dppo_kl, clip_cov and kl_cov are in `strop.config.policy_losses`; all weigh as dapo.
+
 r is the ratio π/π_old of the token. With importance_level="sequence" it is the geometric mean over the token's sequence
 (GSPO, arXiv 2507.18071); with "geometric" the tokens' ratios are clipped before that mean (GMPO, arXiv 2507.20673).
 Π r is the product over the sequence, φ(w) = w^k·exp(λ − λw).
