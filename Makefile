@@ -23,7 +23,7 @@ help:
 	@echo "make docs-site  the documentation as a site, in build/site: dead links are errors"
 	@echo "make bench      measure the CPU suites     make test-gpu   tests that need a GPU, with the python3 at hand"
 	@echo "make test-vllm  rollouts by a stock vLLM on the CPU, in an environment of its own: 3.5 GB, six minutes"
-	@echo "make test-agents   agents with the real openai, mcp and openenv-core packages, lm-eval against strop serve; below build"
+	@echo "make test-agents   agents with the real openai, mcp, openenv-core and verifiers packages, lm-eval against strop serve"
 	@echo "make bench-gpu  measure the operators, a GRPO step and rollouts on a GPU, with the python3 at hand"
 	@echo "make sanitize   AddressSanitizer over the compiled module's tests; sanitize-threads: ThreadSanitizer"
 	@echo "make dist       sdist and wheel, installed into an empty environment"
@@ -118,6 +118,10 @@ test-agents: $(INSTALLED)
 	PYTHONPATH=build/agents $(BIN)/python -m pytest tests/environments/test_recorder.py tests/environments/test_package_agents.py
 	$(BIN)/python -m pip install -q --target build/openenv 'openenv-core>=0.3'
 	PYTHONPATH=build/openenv $(BIN)/python -m pytest tests/environments/test_package_agents.py
+	for version in 0.2.1 0.4.0; do \
+	    $(BIN)/python -m pip install -q --target build/verifiers-$$version/site-packages verifiers==$$version && \
+	    PYTHONPATH=build/verifiers-$$version/site-packages $(BIN)/python -m pytest tests/environments/test_package_agents.py || exit 1; \
+	done  # two generations; datasets pickles modules that lie in no site-packages
 	$(BIN)/python -m pip install -q --target build/lm_eval 'lm-eval[api]>=0.4.9'
 	PYTHONPATH=build/lm_eval $(BIN)/python -m pytest tests/rollout/test_lm_eval.py
 

@@ -36,7 +36,7 @@ BAD_HEADERS = [
     ("state.first_step", 7, "state.first_step must be at most step=1, found 7"),
     ("state.more", 7, "state must have no 'more', found one"),
     ("state", None, "state must be an object, found None"),
-    ("config.optim.learning_rate", "1e-4", "config.optim.learning_rate must be written as 0.0001, found '1e-4'"),
+    ("config.optim.learning_rate", "1e-4", "config.optim.learning_rate must be 0.0001, found '1e-4'"),
     ("config.optim.learning_rate", "x", "config: .*learning_rate must be a number in plain decimal digits.*found 'x'"),
     ("config.optim.learning_rate", -1.0, "config: learning_rate must be finite and at least 0, found -1.0"),
     ("config.optim.learning_rate", True, "config"),

@@ -194,12 +194,13 @@ FIELDS = {
     RewardModel.Config: SHARED + "max_length center_coef",
     Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
-    "minibatch_size entropy old_logps exact mask_truncated reward_weights reward_timeout find_failing num_eval_samples calls sampling server loss",
+    "minibatch_size entropy old_logps exact mask_truncated reward_weights reward_timeout find_failing "
+    "rollout_dtype num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED
     + "group_size kl_coef inner_epochs minibatch_size advantage pass_k advantage_scale advantage_ddof advantage_eps "
     "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode importance_reject "
     "importance_reject_bounds entropy old_logps replay_routing exact reward_weights "
-    "reward_timeout find_failing num_eval_samples calls sampling server turns loss",
+    "reward_timeout find_failing rollout_dtype num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
     UnpairedRule: "beta loss_type desirable_weight undesirable_weight",
     PolicyRule: "loss_type importance_level clip_eps delta beta kl_estimator entropy_coef max_completion_length "

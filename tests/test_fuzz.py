@@ -20,7 +20,7 @@ from trained_models import tiny_moe
 from strop.algorithms.sft import SFT
 from strop.callbacks import EarlyStopping
 from strop.report.lines import is_number
-from strop.training import checkpoint, checkpoint_header
+from strop.training import checkpoint
 from strop.training.checkpoint import CheckpointError
 from strop.training.state import seed_everything
 
@@ -83,7 +83,7 @@ def difference(a, b, where=""):
             (found for i, pair in enumerate(zip(a, b, strict=True)) if (found := difference(*pair, f"{where}[{i}]"))),
             None,
         )
-    equal = a == b and checkpoint_header.type_of(a) is checkpoint_header.type_of(b)
+    equal = a == b and isinstance(a, bool) == isinstance(b, bool)
     return None if equal else f"{where}: {a!r:.200} and {b!r:.200}"
 
 

@@ -46,21 +46,26 @@ def write(folder: Path) -> None:
     (folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def listed(folder: Path) -> dict[str, str] | None:
+    """Return the checksums that the folder lists, by file name; None if it has no list."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: value + "" for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} must hold an object of file names and checksums, found something else") from None
+
+
 def verify(folder: str | Path) -> None:
     """Raise a ValueError if the folder has checksums and a listed file does not match. Unlisted files are ignored."""
-    listed = Path(folder) / FILE
-    if not listed.is_file():
-        return
-    hint = f"it is damaged, or was changed on purpose: then delete {listed}"
-    try:
-        wanted = json.loads(listed.read_text(encoding="utf-8"))
-        pairs = [(str(name), str(value)) for name, value in wanted.items()]
-    except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{listed} must hold an object of file names, found something else; {hint}") from None
-    for name, value in pairs:
-        path = Path(folder) / name
+    folder = Path(folder)
+    hint = f"it is damaged, or was changed on purpose: then delete {folder / FILE}"
+    for name, value in (listed(folder) or {}).items():
+        path = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{listed} must name files of its folder, found {name!r:.80}; {hint}")
+            raise ValueError(f"{folder / FILE} must name files of its folder, found {name!r:.80}; {hint}")
         if not path.is_file():
             raise ValueError(f"{folder} must hold the file {name!r} that its {FILE} lists, found none; {hint}")
         if (found := f"{of_file(path):08x}") != value:

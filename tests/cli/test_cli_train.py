@@ -283,13 +283,13 @@ def test_prompts_through_template_and_chat():
     with pytest.raises(ValueError, match="must use the columns prompt, found 'level'"):
         shaped([{"prompt": "x"}], job)
     for row, found in [
-        ({"prompt": None}, "null"),
-        ({"prompt": [{"role": "user", "content": "x"}]}, "messages"),
-        ({"prompt": [1, 2]}, "list"),
+        ({"prompt": None}, "None"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, r"\[{'role': 'user', 'content': 'x'}\]"),
+        ({"prompt": [1, 2]}, r"\[1, 2\]"),
     ]:
         with pytest.raises(ValueError, match=rf"^template needs a text in rows\[0\]\['prompt'\], found {found}$"):
             shaped([row], job)
-    with pytest.raises(ValueError, match=r"^chat needs a text in rows\[0\]\['prompt'\], found messages$"):
+    with pytest.raises(ValueError, match=r"^chat needs a text in rows\[0\]\['prompt'\], found \[{'role': .*\]$"):
         shaped([{"prompt": [{"role": "user", "content": "x"}]}], JobConfig(chat=True))
 
 

@@ -27,7 +27,7 @@ def test_rows_are_shown_as_the_model_sees_them(check):
     lines = out.splitlines()
     assert lines[0] == "2 rows"
     assert lines[1] == (
-        "format: prompt_completion; for strop train sft, grpo, ppo, distill, online-dpo; with a column label, true or false, "
+        "format: prompt_completion; for strop train sft, grpo, rloo, ppo, distill, online-dpo; with a column label, true or false, "
         "also kto"
     )
     assert lines[2] == "columns: prompt, completion, level (in 1)"
@@ -74,7 +74,7 @@ def test_pairs_texts_and_prompts(check):
     write("prompts.jsonl", [{"question": "1+1=", "label": "2"}])
     code, out = check("prompts.jsonl", "--tokenizer", "tokenizer", "--map", "prompt=question")
     assert code == 0
-    assert "format: prompt_only; for strop train grpo, ppo, distill, online-dpo" in out
+    assert "format: prompt_only; for strop train grpo, rloo, ppo, distill, online-dpo" in out
     assert "\n1+1=\n" in out
 
 

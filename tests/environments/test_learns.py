@@ -38,13 +38,13 @@ def test_the_fewest_guesses_by_hand():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_guessing_is_learned_from_nothing(seed, tmp_path):
     """Of held-out ranges and secrets nearly all are found, in little more than the fewest guesses."""
-    from strop.cli.job import load_data, load_environment, load_eval_data, load_model_and_tokenizer
+    from strop.cli.job import load_data, load_eval_data, load_model_and_tokenizer, load_named
     from strop.cli.train import algorithm_class, gather
 
     grpo = algorithm_class("grpo")
     job, config = gather(grpo.Config, ROOT / "examples/guess.yaml", [f"seed={seed}", f"model_options.seed={seed}"])
     job = job.changed({"environment": str(ROOT / job.environment)})
-    environment = load_environment(job)
+    environment = load_named(job, "environment")
     model, tokenizer = load_model_and_tokenizer(job, environment)
     trainer = grpo(model=model, tokenizer=tokenizer, environment=environment, config=config)
     test = load_eval_data(job, environment)

@@ -1,4 +1,4 @@
-"""Agents of other packages, against the real ones: MCP servers over stdio and HTTP, OpenEnv clients.
+"""Agents of other packages, against the real ones: MCP servers over stdio and HTTP, OpenEnv clients, verifiers.
 
 `make test-agents` installs the packages; elsewhere these tests are skipped.
 """
@@ -15,8 +15,8 @@ from chat_templates import tokenizer
 from tiny_models import llama
 
 from strop import GRPO
-from strop.environments import TurnsConfig
-from strop.environments.package_agents import mcp_agent, openenv_agent
+from strop.environments import EnvironmentFailure, TurnsConfig
+from strop.environments.package_agents import mcp_agent, openenv_agent, verifiers_agent
 from strop.environments.recorder import Recorder
 from strop.models import as_policy
 from strop.rollout import Sampler, Sampling
@@ -178,6 +178,122 @@ def test_an_environment_behind_an_openenv_client(policy):
         assert closed[:4] == [3] * 4
     finally:
         server.should_exit = True
+
+
+TASKSET = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+class Data(vf.TaskData):
+    secret: int
+
+class Count(vf.Task[Data, vf.State]):
+    @vf.reward
+    async def turns(self, task, trace) -> float:
+        return trace.num_turns / 10
+    @vf.reward(weight=2.0)
+    async def secret(self, task) -> float:
+        if task.secret == 7:
+            raise RuntimeError("out of order")
+        return task.secret
+
+class Counting(vf.Taskset[Count, vf.TasksetConfig]):
+    def load(self):
+        for secret in range(12):
+            yield Count(Data(prompt=f"begin {secret}", secret=secret), self.config.task)
+
+class Loop(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            for turn in range(3):
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages, temperature=0.1)
+                messages += [answer.choices[0].message, {"role": "user", "content": f"heard {turn}"}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["Counting", "Loop"]
+"""
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """Fields of a taskset and a harness of verifiers 0.4, in a module of their own."""
+    verifiers = pytest.importorskip("verifiers")
+    if hasattr(verifiers, "load_environment"):
+        pytest.skip("verifiers is older")
+    (tmp_path / "counting_v1.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return {"taskset": {"id": "counting-v1"}, "agent": {"runtime": {"type": "subprocess"}}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_taskset_of_verifiers_and_its_harness(policy, counting):
+    agent = verifiers_agent(counting)
+    train, test = agent.rows("train"), agent.rows("test")
+    assert sorted(row["task"] for row in (*train, *test)) == [*range(12)]
+    assert agent.rows("train", 2) == train[:2]
+    before = dict(os.environ)
+    found = record(policy, agent, rows=[{"task": 3}, {"task": 5}])
+    for one, task in zip(found, (3, 3, 5, 5), strict=True):
+        text = given_text(policy, one)
+        assert f"begin {task}" in text
+        assert text.count("heard") == 2
+        assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)
+        assert one.turns[0].reward == pytest.approx(0.3 + 2 * task)
+        assert (one.info["agent/turns"], one.info["agent/secret"]) == (pytest.approx(0.3), 2 * task)
+    assert dict(os.environ) == before  # no key stays behind
+    with pytest.raises(EnvironmentFailure, match=r"agent verifiers_agent raised RuntimeError: .*out of order"):
+        record(policy, agent, rows=[{"task": 7}])
+    trainer = GRPO(model=policy.model, tokenizer=policy.tokenizer, agent=agent, group_size=2, max_new_tokens=4)
+    assert trainer.train_step([{"task": 0}, {"task": 4}])["reward/mean"] == pytest.approx(4.3)
+    with pytest.raises(TypeError, match="takes the environment alone here, found seed too"):
+        verifiers_agent(counting, seed=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_an_older_environment_of_verifiers(policy, tmp_path, monkeypatch):
+    vf = pytest.importorskip("verifiers")
+    if not hasattr(vf, "load_environment"):
+        pytest.skip("verifiers is newer")
+    (tmp_path / "older_count.py").write_text("""
+import verifiers as vf
+from datasets import Dataset
+
+class Count(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **options):
+        if state["info"]["fails"]:
+            raise vf.Error("out of order")
+        return [{"role": "user", "content": f"heard {len(state['trajectory'])}"}]
+
+def load_environment(num_turns=2, group=False):
+    async def turns(state, answer):
+        return len(state["trajectory"]) + float(answer)
+
+    async def of_group(states):
+        return [0.0 for _ in states]
+
+    rows = [{"question": f"begin {i}", "answer": str(i), "info": {"fails": i == 4}} for i in range(5)]
+    data = Dataset.from_list(rows)
+    rubric = vf.Rubric(funcs=[of_group if group else turns], weights=[0.5])
+    return Count(dataset=data, eval_dataset=data.select([0]), rubric=rubric, max_turns=num_turns)
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    agent = verifiers_agent("older-count", num_turns=3)
+    rows = agent.rows("train", 3)
+    assert (len(agent.rows()), len(rows), len(agent.rows("test"))) == (5, 3, 1)
+    for one, number in zip(record(policy, agent, rows=rows), (0, 0, 1, 1, 2, 2), strict=True):
+        text = given_text(policy, one)
+        assert f"begin {number}" in text
+        assert text.count("heard") == 2
+        assert (one.info["agent/calls"], one.info["agent/sequences"]) == (3, 1)
+        assert one.turns[0].reward == (3 + number) / 2
+    with pytest.raises(EnvironmentFailure, match=r"agent verifiers_agent raised RuntimeError: .*out of order"):
+        record(policy, agent, rows=agent.rows()[4:])
+    trainer = GRPO(model=policy.model, tokenizer=policy.tokenizer, agent=agent, group_size=2, max_new_tokens=4)
+    assert trainer.train_step(agent.rows()[:2])["reward/mean"] == 1.75
+    with pytest.raises(ValueError, match="must reward each rollout alone"):
+        verifiers_agent("older-count", group=True)
 
 
 def wait_for(port):

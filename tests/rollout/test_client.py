@@ -550,7 +550,7 @@ def test_adapters_need_an_adapter():
 
 def test_options_from_the_command_line_and_yaml(tmp_path):
     from strop.algorithms.grpo import GRPOConfig
-    from strop.cli.train import all_options, gather
+    from strop.cli.train import gather, options_for
 
     (tmp_path / "run.yaml").write_text("rollout_server: [http://a:1, http://b:2]\nsync: lora\nmax_staleness: 1\n")
     _, config = gather(GRPOConfig, tmp_path / "run.yaml")
@@ -558,7 +558,7 @@ def test_options_from_the_command_line_and_yaml(tmp_path):
     _, config = gather(GRPOConfig, tmp_path / "run.yaml", (), {"rollout_server": "http://c:3", "sync": "disk"})
     assert config.server.urls == ("http://c:3",)
     assert config.server.sync == "disk"
-    assert {"--rollout-server", "--sync", "--max-staleness"} <= {option.flag for option in all_options(GRPOConfig)}
+    assert {"--rollout-server", "--sync", "--max-staleness"} <= {option.flag for option in options_for(GRPOConfig)}
 
 
 # ---- training ----

@@ -14,6 +14,7 @@ reference log-probs, minibatches, and the loss of a `PolicyRule`.
 B completions of the whole batch, of which this process may have a part; completions of a prompt are adjacent.
 """
 
+import contextlib
 import functools
 import random
 import warnings
@@ -31,6 +32,7 @@ from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
 from strop.environments.setup import checked_rows, environment_rows, trainers_player
 from strop.losses import PolicyLoss, kl_estimate
+from strop.models import Policy
 from strop.rewards import (
     MetricsFunctions,
     PreferenceFunction,
@@ -76,6 +78,9 @@ class OnPolicy(Trainer):
     ):  # fmt: skip
         super().__init__(**arguments)
         config = self.config
+        self.samples_in_16_bits = getattr(config, "rollout_dtype", None) is not None
+        if self.samples_in_16_bits:
+            _check_rollout_dtype(self.policy)
         self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
@@ -241,9 +246,13 @@ class OnPolicy(Trainer):
         addresses: Sequence[int] | None = None,
     ) -> list[Trajectory]:  # fmt: skip
         """Return num_samples completions of each prompt, or conversations with its environment."""
-        if self.player is not None:
-            return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
-        trajectories = self.sampler([prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses)
+        lower = self.samples_in_16_bits
+        with torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext():
+            if self.player is not None:
+                return self.player([prompt.row for prompt in prompts], sampling, num_samples, seed, addresses)
+            trajectories = self.sampler(
+                [prompt.prompt_ids for prompt in prompts], sampling, num_samples, seed, addresses
+            )
         for i, trajectory in enumerate(trajectories):
             prompt = prompts[i // num_samples]
             trajectory.row, trajectory.shown = prompt.row, prompt.shown
@@ -297,6 +306,21 @@ class OnPolicy(Trainer):
         own_share = [self.world.rank, self.world.size]
         if values and values.pop("share", [0, 1]) == own_share:  # other shares have other prompts
             self.sampler.load_state(tensors, values)
+
+
+def _check_rollout_dtype(policy: Policy) -> None:
+    """Raise for strop's MoE, which samples in float32. Warn on a CPU that has no 16-bit products."""
+    if policy.kind == "moe":
+        raise ValueError(
+            "rollout_dtype must be None for strop's MoE, whose engine computes in float32, found 'bfloat16'"
+        )
+    if policy.device.type == "cpu" and not (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ):
+        warnings.warn(
+            "rollout_dtype='bfloat16' takes longer than None on this CPU, which has neither AVX512-BF16 nor AMX",
+            stacklevel=4,
+        )
 
 
 def _listed(tools: object) -> list[Any]:

@@ -27,6 +27,9 @@ from strop._install import missing
 from strop._types import Json
 from strop.callbacks import Callback
 from strop.cli.options import number_option, option
+from strop.report import Chart, Curve, Section, Tile, bar_section, draw_figure, load_run, sample_section, write_report
+from strop.report.curves import percent
+from strop.report.metrics import Metric
 
 if TYPE_CHECKING:
     from strop.algorithms.best_of_n import BestOfN
@@ -40,6 +43,16 @@ LENGTH = 5  # digits to sort
 NUM_TRAIN, NUM_LOOKED_AT, NUM_TEST, NUM_SHOWN = 10_000, 250, 500, 6
 MEDIOCRE = 0.4  # share of training problems solved at which SFT ends
 SAMPLES = 8  # for best-of-n
+LEAD = (
+    "A Mixture-of-Experts transformer, from random weights on a CPU. A short supervised stage leaves it mediocre; GRPO, which "
+    "only sees whether an answer is right, makes it good. Held out are problems that neither stage was trained on and whose "
+    "answers neither has seen."
+)
+UNDER_BARS = (
+    "Greedy takes the likeliest token each time; sampled draws at temperature 1; best of 8 draws eight answers and lets the "
+    "reward choose, which needs the right answer at hand and shows what the model can reach. A model unsure of itself, as "
+    "after SFT, samples far worse than it answers greedily."
+)
 # Options of SFT and GRPO, found by experiments, which are in docs/log/2026.md.
 SFT_OPTIONS: Json = {"batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 20, "betas": (0.9, 0.95)}
 GRPO_OPTIONS: Json = {
@@ -262,14 +275,49 @@ class Demo:
         return table
 
     def write_results(self, figure: Path | None) -> None:
-        from strop.cli import demo_report
-
-        demo_report.write(self, figure)
+        """Write the report, the numbers and, if asked for, the main curves as an image."""
+        comparison, bars = self.comparison(), "Held-out problems solved"
+        grpo = load_run(self.folder / "grpo")
+        grpo.columns.rename("eval/reward/mean", "eval/accuracy")  # the reward is 1 for a right answer, else 0
+        grpo.hidden |= {"eval/reward/std", "eval/reward/reward", "reward/reward"}  # repeat others
+        tiles = [
+            Tile(f"Solved, {name}", percent(shares["after GRPO"]), percent(shares["after SFT"]), "of held-out problems")
+            for name, shares in comparison.items()
+        ]
+        stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds >= 0.5)
+        tiles.append(Tile("Time", f"{sum(self.seconds.values()):.0f} s", detail=stages))
+        sections = [bar_section(bars, comparison, under=UNDER_BARS), self._samples(), self._supervised()]
+        title = "strop demo: a model learns to sort"
+        write_report(
+            [grpo], self.folder / "report.html", title=title, lead=LEAD, headline=tiles, extra_sections=sections
+        )
+        if figure is not None:
+            draw_figure([grpo], figure, bars=(bars, comparison))
         about = json.loads((self.folder / MARK).read_text(encoding="utf-8"))
         task = {"digits": LENGTH, "num_held_out": NUM_TEST, "best_of": SAMPLES}
         before, after = map(asdict, self.scores)
         found = {"task": task, "before": before, "after": after, "seconds": self.seconds}
         write_json(self.folder / MARK, {**about, "finished": True, **found})
+
+    def _samples(self) -> Section:
+        before, after = self.scores
+        shown = [
+            {
+                "prompt": f"{row['prompt']} (right: {row['answer']})",
+                "before": before.answers[i], "reward_before": before.rewards[i],
+                "after": after.answers[i], "reward_after": after.rewards[i],
+            }
+            for i, row in enumerate(self.test[: len(before.answers)])
+        ]  # fmt: skip
+        under = f"The first {len(shown)} held-out problems, greedy."
+        return sample_section("Answers before and after GRPO", shown, under=under)
+
+    def _supervised(self) -> Section:
+        run = load_run(self.folder / "sft")
+        loss = run.series("loss")
+        chart = Chart(Metric("Loss, SFT", "nats per token", from_zero=True), [Curve("SFT", loss.steps, loss.values)])
+        under = f"{run.num_steps} steps on right answers; {self.sft_ended}."
+        return Section("The supervised stage", under=under, charts=[chart])
 
 
 def _bar() -> bool:

@@ -126,7 +126,7 @@ def operators() -> Iterator[Finding]:
         import torch
 
         from strop.models.loading import num_devices
-        from strop.ops import registry
+        from strop.ops import onednn, registry
     except ImportError:
         yield Finding("operators", "absent", "they need torch")
         return
@@ -139,6 +139,10 @@ def operators() -> Iterator[Finding]:
     else:
         sees_none = f"torch is built for CUDA {torch.version.cuda}, but sees no device"
         yield Finding("gpu", "absent", sees_none if torch.version.cuda else "torch is a CPU build")
+    by = "oneDNN, which is faster than MKL on this CPU" if onednn.is_faster() else "torch's own"
+    yield Finding(
+        "float32 products", "ok", f"{by}; rollouts: {'packed by oneDNN' if onednn.has_onednn() else 'the same'}"
+    )
     for name in registry.ops():
         yield _operator(registry.get_op(name))
 

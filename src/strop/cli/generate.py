@@ -12,13 +12,11 @@ from strop._types import Json, Tokenizer
 from strop.cli.job import (
     JobConfig,
     job_options,
-    job_part,
     load_data,
-    load_environment,
     load_model_and_tokenizer,
+    load_named,
     load_rewards,
     load_task,
-    load_tools,
     shaped,
 )
 from strop.cli.options import number_option, option, parse_settings, parse_value, with_options
@@ -80,7 +78,7 @@ command = with_options(generate, job_options(*OF_JOB))
 def make_job(given: Json, settings: Sequence[str] | None, **options: object) -> JobConfig:
     """Return a job with the options of the command line and of --set."""
     job = JobConfig().changed(given | options)
-    return job.changed(job_part(job, parse_settings(settings or ())))
+    return job.changed(parse_settings(settings or ()))
 
 
 def make_sampler(
@@ -92,7 +90,7 @@ def make_sampler(
     loaded    the model and its tokenizer, if they are loaded already
     options   further options of BestOfN
     """
-    playing = {"environment": load_environment(job), "tools": load_tools(job)}
+    playing = {name: load_named(job, name) for name in ("environment", "tools")}
     turns = max_turns if any(playing.values()) else 1
     model, tokenizer = loaded or load_model_and_tokenizer(job, task)
     if tokenizer is None:

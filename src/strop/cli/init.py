@@ -13,7 +13,7 @@ from rich.console import Console
 from strop._checks import check_choice
 from strop._types import Json
 from strop.cli.options import Option, option
-from strop.cli.train import ALGORITHMS, options_for
+from strop.cli.train import ALGORITHMS, config_class, options_for
 
 # options that users often change, in a sensible order; "name: value" is set, the others are commented out
 SHARED = ("output", "learning_rate", "schedule", "warmup_steps", "batch_size", "micro_batch_tokens", "num_epochs", "num_steps", "max_length",
@@ -50,7 +50,7 @@ def init(
 
 def config_text(algorithm: str, schema: str | None = None) -> str:
     """Return the file's text: options with their descriptions and defaults."""
-    options = {one.path: one for one in options_for(algorithm)}
+    options = {one.path: one for one in options_for(config_class(algorithm))}
     lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
     lines += [f"# {ALGORITHMS[algorithm].about}"]
     lines += [f"# A commented-out option shows its default. All options: strop train {algorithm} -h", ""]
@@ -83,7 +83,7 @@ def json_schema(command: str) -> Json:
     described |= {"model_options": "more about the model", "task_options": "how hard the task is"}
     properties: Json = {name: {"type": "object", "description": text} for name, text in described.items()}
     empty = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-    for one in options_for(command):
+    for one in options_for(config_class(command)):
         part, _, leaf = one.path.rpartition(".")
         inner = properties.setdefault(part, copy.deepcopy(empty))["properties"] if part else properties
         inner[leaf] = _schema_of(one)

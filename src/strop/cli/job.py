@@ -111,28 +111,9 @@ def listed(given: str | tuple[str, ...] | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or ())
 
 
-JOB_FIELDS = [field.name for field in dataclasses.fields(JobConfig)]
-
-
 def job_options(*names: str) -> list[Option]:
     """Return the job's options with these names, for a command that needs only them."""
     return [option for option in options_of(JobConfig, "Model and data") if option.path in names]
-
-
-def job_part(job: JobConfig, options: Row) -> Json:
-    """Return the job's options, with dotted names such as model_options.hidden_dim=64 put into their dict."""
-    found: Json = {}
-    for name, value in options.items():
-        head, dot, rest = name.partition(".")
-        if head not in JOB_FIELDS:
-            continue
-        if not dot:
-            found[head] = value
-        elif head in ("model_options", "task_options"):
-            found[head] = {**getattr(job, head), **found.get(head, {}), rest: value}
-        else:
-            raise ValueError(f"{head!r} has no part {rest!r}")
-    return found
 
 
 # ---- model ----
@@ -179,8 +160,8 @@ def load_task(job: JobConfig) -> object:
 
     if job.task is not None:
         return tasks.load_task(job.task, **job.task_options)
-    for played in (load_environment(job), load_agent(job)):
-        if hasattr(played, "rows"):
+    for option in ("environment", "agent"):
+        if hasattr(played := load_named(job, option), "rows"):
             return played
     if job.task_options:
         raise ValueError("task_options need a task, found none")
@@ -275,9 +256,10 @@ def _renamed(row: Json, names: Mapping[str, str], index: int) -> Json:
 
 
 def _shaped_row(row: Json, job: JobConfig, index: int) -> Json:
-    option = "chat" if job.template is None else "template"
     if not isinstance(row.get("prompt"), str) and ("prompt" in row if job.template else job.chat):
-        raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {_kind_of_prompt(row)}")
+        option = "chat" if job.template is None else "template"
+        found = repr(row["prompt"]) if "prompt" in row else f"no such column among {', '.join(row)}"
+        raise ValueError(f"{option} needs a text in rows[{index}]['prompt'], found {found:.80}")
     if job.template is not None:
         try:
             row["prompt"] = job.template.format(**row)
@@ -291,43 +273,27 @@ def _shaped_row(row: Json, job: JobConfig, index: int) -> Json:
     return row
 
 
-def _kind_of_prompt(row: Row) -> str:
-    from strop._checks import is_conversation
-
-    if "prompt" not in row:
-        return f"no such column among {', '.join(row)}"
-    prompt = row["prompt"]
-    return "null" if prompt is None else "messages" if is_conversation(prompt) else type(prompt).__name__
-
-
 # ---- functions ----
 
 
 def load_rewards(job: JobConfig, task: object) -> list[Callable[..., object]]:
-    """Return the requested reward functions, or the task's."""
-    if names := listed(job.reward):
-        return [_model_reward(name, job) or load_function(name, "reward") for name in names]
-    return [task.reward] if hasattr(task, "reward") else []
+    """Return the requested reward functions, or the task's. model:FOLDER is a reward model."""
+    if not job.reward:
+        return [task.reward] if hasattr(task, "reward") else []
+    found: list[Callable[..., object]] = []
+    for name in listed(job.reward):
+        if name.startswith("model:"):
+            from strop.algorithms.reward_model import ModelReward
+
+            found.append(ModelReward(name.removeprefix("model:"), device=job.device))
+        else:
+            found.append(load_function(name, "reward"))
+    return found
 
 
-def _model_reward(name: str, job: JobConfig) -> Any:
-    """Return the reward model of model:FOLDER; None for any other name."""
-    if not name.startswith("model:"):
-        return None
-    from strop.algorithms.reward_model import ModelReward
-
-    return ModelReward(name.removeprefix("model:"), device=job.device)
-
-
-def load_environment(job: JobConfig) -> Any:
-    """Return the environment's class; None if there is none."""
-    return None if job.environment is None else load_function(job.environment, "environment")
-
-
-def load_agent(job: JobConfig) -> Any:
-    """Return the agent's function; None if there is none."""
-    return None if job.agent is None else load_function(job.agent, "agent")
-
-
-def load_tools(job: JobConfig) -> list[Callable[..., Any]] | None:
-    return [load_function(name, "tools") for name in listed(job.tools)] or None
+def load_named(job: JobConfig, option: str) -> Any:
+    """Return the class or function that this option names, a list for tools; None if it is not given."""
+    given = getattr(job, option)
+    if option == "tools":
+        return [load_function(name, option) for name in listed(given)] or None
+    return None if given is None else load_function(given, option)

@@ -18,6 +18,7 @@ from strop._types import Json
 from strop.config.base import IN_TEXT, hints_of, options_in, parse_number, part_of
 
 PANELS = {
+    "job": "What is trained on what",
     "optim": "Optimiser",
     "run": "Run",
     "sampling": "Sampling",
@@ -75,7 +76,7 @@ def options_of(config: type, panel: str, prefix: str = "", base: object = None) 
         value, hint = getattr(base, field.name), hints_of(config)[field.name]
         if (part := part_of(config, field.name)) is not None:
             inner = f"{field.name}." if value is None else ""
-            nested += options_of(part, PANELS.get(field.name, field.name), inner, value)
+            nested += options_of(part, PANELS.get(field.name, panel), inner, value)
         elif typing.get_origin(hint) is not dict:
             path = prefix + field.name
             flag = "--" + path.replace(".", "-").replace("_", "-")

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import field, make_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -15,23 +16,18 @@ from strop import config as configs
 from strop._install import missing
 from strop._types import Json, Row
 from strop.cli.job import (
-    JOB_FIELDS,
     JobConfig,
-    job_part,
     listed,
-    load_agent,
     load_data,
-    load_environment,
     load_eval_data,
     load_function,
     load_model_and_tokenizer,
+    load_named,
     load_rewards,
     load_task,
-    load_tools,
 )
 from strop.cli.options import Option, option, options_of, parse_settings, read_config, with_options
 from strop.config import Config, TrainerConfig
-from strop.config.base import option_names, unknown_option
 
 if TYPE_CHECKING:
     import torch
@@ -121,38 +117,31 @@ def algorithm_class(command: str) -> Any:
 # ---- options ----
 
 
-def options_for(command: str) -> list[Option]:
-    """Return a command's options: those of the job, then those of its algorithm."""
-    return all_options(config_class(command))
+def with_job(kind: type[Config]) -> type[Config]:
+    """Return a config of two parts, the job and an algorithm's options. Names are looked for in both."""
+    parts = (("job", JobConfig), ("options", kind))
+    fields = [(name, part, field(default_factory=part, metadata={"inline": True})) for name, part in parts]
+    return make_dataclass(kind.__name__.removesuffix("Config"), fields, bases=(Config,), frozen=True, kw_only=True)
 
 
-def all_options(config: type[Config]) -> list[Option]:
-    name = config.__name__.removesuffix("Config")
-    return [*options_of(JobConfig, "What is trained on what"), *options_of(config, name)]
+def options_for(kind: type[Config]) -> list[Option]:
+    """Return the options of a command: those of the job, then those of its algorithm."""
+    return options_of(with_job(kind), kind.__name__.removesuffix("Config"))
 
 
 def gather(
     kind: type[ConfigT], path: Path | None, settings: Sequence[str] = (), given: Row | None = None
 ) -> tuple[JobConfig, ConfigT]:
     """Return the job and the algorithm's config: the file's options, then --set, then those of the command line."""
-    job, config = JobConfig(), kind()
+    both: Any = with_job(kind)()
     layers = [(f"{path}: ", read_config(path))] if path is not None else []
-    layers += [("--set ", parse_settings(settings, all_options(kind))), ("", dict(given or {}))]
+    layers += [("--set ", parse_settings(settings, options_for(kind))), ("", dict(given or {}))]
     for where, options in layers:
         try:
-            _check_known(kind, options)
-            job = job.changed(job_part(job, options))
-            config = config.changed({k: v for k, v in options.items() if k.partition(".")[0] not in JOB_FIELDS})
+            both = both.changed(options)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{where}{error}") from None
-    return job, config
-
-
-def _check_known(kind: type[Config], options: Row) -> None:
-    known = [*JOB_FIELDS, *option_names(kind)]
-    for name in options:
-        if name.partition(".")[0] not in known and name not in known:
-            raise ValueError(unknown_option(name, known, f" of {kind.__name__.removesuffix('Config')}", kind))
+    return both.job, both.options
 
 
 # ---- the commands ----
@@ -173,7 +162,7 @@ def _command(command: str) -> Callable[..., None]:
         else:
             run(command, job, options, quiet=quiet)
 
-    return with_options(train, options_for(command))
+    return with_options(train, options_for(config_class(command)))
 
 
 for _name, _entry in ALGORITHMS.items():
@@ -308,10 +297,9 @@ def _functions(command: str, job: JobConfig, task: object) -> Json:
         if ("reward" if name == "metrics" else name) not in takes and getattr(job, name) is not None:
             has = "rewards" if name == "preference" and "reward" in takes else "none"
             raise ValueError(f"{name} must not be given: {command} has {has}")
-    load = {
-        "environment": load_environment, "tools": load_tools, "agent": load_agent, "critic": lambda job: job.critic
-    }  # fmt: skip
-    found = {name: load[name](job) for name in takes if name in load}
+    found: Json = {name: load_named(job, name) for name in ("environment", "tools", "agent") if name in takes}
+    if "critic" in takes:
+        found["critic"] = job.critic
     if job.metrics is not None:
         found["metrics_fn"] = [load_function(name, "metrics") for name in listed(job.metrics)]
     if job.preference is not None:

@@ -221,9 +221,11 @@ def _path_of(config: type, name: str) -> list[str] | None:
         if not rest:
             return [head]
         part = part_of(config, head)
-        inner = None if part is None else _path_of(part, rest)
+        if part is None:
+            return [head, rest] if typing.get_origin(hints_of(config)[head]) is dict else None
+        inner = _path_of(part, rest)
         return None if inner is None else [head, *inner]
-    for field in fields if not rest else ():
+    for field in fields:
         part = part_of(config, field)
         if part is not None and not _allows_none(config, field) and (inner := _path_of(part, name)) is not None:
             return [field, *inner]
@@ -249,16 +251,18 @@ def _put(tree: Json, path: list[str], value: object, name: str) -> None:
 def _with(config: Any, tree: Mapping[str, object], prefix: str) -> Any:
     """Return a copy of `config` with the values of the tree."""
     values = {}
-    names = [field.name for field in options_in(config)]
+    fields = {field.name: field for field in options_in(config)}
     for name, value in tree.items():
-        if name not in names:
-            raise ValueError(unknown_option(prefix + name, [prefix + known for known in names], "", type(config)))
+        if name not in fields:
+            raise ValueError(unknown_option(prefix + name, [prefix + known for known in fields], "", type(config)))
         part = part_of(type(config), name)
+        if part is None and isinstance(value, dict):
+            value = {**getattr(config, name), **value}
         if part is None:
             values[name] = _as_hinted(prefix + name, value, hints_of(type(config))[name])  # type: ignore[arg-type]
         elif isinstance(value, Mapping):
-            base = getattr(config, name)
-            values[name] = _with(part() if base is None else base, value, f"{prefix}{name}.")
+            base, inline = getattr(config, name), "inline" in fields[name].metadata
+            values[name] = _with(part() if base is None else base, value, prefix if inline else f"{prefix}{name}.")
         elif isinstance(value, part) or (value is None and _allows_none(type(config), name)):
             values[name] = value
         else:

@@ -122,7 +122,16 @@ def read_rows(
     seed     seed of a task's problems
     stream   leave the rows of JSONL files, Parquet files and Datasets on the disk until a step asks for them
     """
-    rows = (_read_streamed if stream else _read)(source, split, limit, seed)
+    files = _files_of(source, split)
+    found = ", ".join(files) or name_of(source) or "rows"
+    cannot_stream = f"stream needs .jsonl files, one .parquet file or a Dataset, found {found:.200}"
+    if stream and not all(map(is_jsonl, files)) and [Path(file).suffix.lower() for file in files] != [".parquet"]:
+        raise ValueError(cannot_stream)
+    rows = _read_files(files, on_disk=stream) if files else _read(source, split, limit, seed)
+    if stream and not isinstance(rows, Streamed):
+        if not _is_dataset(rows):
+            raise ValueError(cannot_stream)
+        rows = Streamed(len(rows), rows.__getitem__)
     if is_sharegpt(rows[0] if len(rows) else {}):
         rows = _with_messages(rows)
     if limit is not None:
@@ -170,44 +179,58 @@ def name_of(source: object) -> str:
     return str(source) if isinstance(source, (str, os.PathLike)) else ""
 
 
-def _read_streamed(source: object, split: str, limit: int | None, seed: int) -> Streamed:
-    paths, wanted = _files_of(source, split), ".jsonl files, one .parquet file or a Dataset"
-    if paths and all(is_jsonl(path) for path in paths):
-        return read_files(paths, on_disk=True)
-    if paths and not (len(paths) == 1 and Path(paths[0]).suffix.lower() == ".parquet"):
-        raise ValueError(f"stream needs {wanted}, found {', '.join(paths):.200}")
-    rows = _read(source, split, limit, seed)
-    if not _is_dataset(rows):
-        raise ValueError(f"stream needs {wanted}, found {name_of(source) or 'rows'}")
-    return Streamed(len(rows), rows.__getitem__)
-
-
-def _files_of(source: object, split: str) -> list[str]:
+def _files_of(source: Any, split: str) -> list[str]:
     """Return the files that a path, a pattern, a folder or a list of paths names; none for another source."""
-    if isinstance(source, Sequence) and not isinstance(source, str) and source:
+    if isinstance(source, Sequence) and not isinstance(source, str):
         return [str(path) for path in source] if all(isinstance(path, (str, os.PathLike)) for path in source) else []
     if not isinstance(source, (str, os.PathLike)):
         return []
     path = Path(source).expanduser()
     if str(source) == "-" or path.is_file():
         return [str(source) if str(source) == "-" else str(path)]
-    if path.is_dir():
-        return [str(file) for end in SUFFIXES if (file := path / (split + end)).is_file()][:1]
-    return sorted(glob.glob(str(path)))
+    if any(c in str(source) for c in "*?["):
+        if files := sorted(glob.glob(str(path))):
+            return files
+        raise FileNotFoundError(f"no file matches {source}")
+    if path.is_dir() and not _is_saved(path):
+        if files := [str(file) for end in SUFFIXES if (file := path / (split + end)).is_file()]:
+            return files[:1]
+        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        wanted = f"{split}.jsonl (or .csv, .parquet …) or a saved dataset"
+        raise FileNotFoundError(f"the folder {path} must hold {wanted}, found {there}")
+    if path.suffix in SUFFIXES:
+        raise FileNotFoundError(f"no such file: {source}")
+    return []
 
 
-def _read(source: object, split: str, limit: int | None, seed: int) -> Any:
+def _is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of datasets wrote this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _read_files(paths: Sequence[str], *, on_disk: bool) -> Any:
+    """Return the rows of several files, one file after the other."""
+    if all(is_jsonl(path) for path in paths):
+        return read_files(paths, on_disk=on_disk)
+    return read_file(paths[0]) if len(paths) == 1 else [row for path in paths for row in read_file(path)]
+
+
+def _read(source: Any, split: str, limit: int | None, seed: int) -> Any:
+    """Return the rows of a source that is no file."""
+    if isinstance(source, (str, os.PathLike)):
+        folder = Path(source).expanduser()
+        if not _is_saved(folder):
+            rows = _read_task(os.fspath(source), split, limit, seed)
+            return _read_hub(os.fspath(source), split) if rows is None else rows
+        source = datasets_package().load_from_disk(str(folder))
     if _is_dataset(source) or isinstance(source, Streamed):
         return source
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         return _rows_of_frame(source)
     if isinstance(source, Mapping):  # a DatasetDict, or a plain dict of splits
-        return _read(_pick_split(source, split), split, limit, seed)
-    if isinstance(source, (str, os.PathLike)):
-        return _read_named(os.fspath(source), split, limit, seed)
+        check_choice(split, "split", source)
+        return read_rows(source[split], split=split, limit=limit, seed=seed)
     if isinstance(source, Sequence):
-        if source and all(isinstance(item, (str, os.PathLike)) for item in source):
-            return _read_all(source)
         return _checked_dicts(source)
     if hasattr(source, "__iter__") and hasattr(source, "features"):
         hint = "take a part of it, list(dataset.take(1000))"
@@ -222,45 +245,6 @@ def _rows_of_frame(frame: Any) -> list[Json]:
         {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
         for row in present.to_dict("records")
     ]
-
-
-def _read_named(name: str, split: str, limit: int | None, seed: int) -> object:
-    path = Path(name).expanduser()
-    if name == "-" or path.is_file():
-        return _read_all([name if name == "-" else path])
-    if any(c in name for c in "*?["):
-        files = sorted(glob.glob(str(path)))
-        if not files:
-            raise FileNotFoundError(f"no file matches {name}")
-        return _read_all(files)
-    if path.is_dir():
-        return _read_folder(path, split)
-    if path.suffix in SUFFIXES:
-        raise FileNotFoundError(f"no such file: {name}")
-    if (rows := _read_task(name, split, limit, seed)) is not None:
-        return rows
-    return _read_hub(name, split)
-
-
-def _read_all(paths: Sequence[str | os.PathLike[str]]) -> Sequence[Json]:
-    """Return the rows of several files, one file after the other."""
-    if all(is_jsonl(path) for path in paths):
-        return read_files(paths, on_disk=False)
-    if len(paths) == 1:
-        return read_file(paths[0])
-    return [row for path in paths for row in read_file(path)]
-
-
-def _read_folder(folder: Path, split: str) -> object:
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        found = datasets_package().load_from_disk(str(folder))
-        return _pick_split(found, split) if isinstance(found, Mapping) else found
-    file = next((folder / (split + end) for end in SUFFIXES if (folder / (split + end)).is_file()), None)
-    if file is None:
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        wanted = f"{split}.jsonl (or .csv, .parquet …) or a saved dataset"
-        raise FileNotFoundError(f"the folder {folder} must hold {wanted}, found {there}")
-    return _read_all([file])
 
 
 def _read_task(name: str, split: str, limit: int | None, seed: int) -> list[Json] | None:
@@ -293,11 +277,6 @@ def _read_hub(name: str, split: str) -> object:
 def _is_dataset(source: object) -> bool:
     """Return whether this is a map-style `datasets.Dataset`, without importing the package."""
     return hasattr(source, "column_names") and hasattr(source, "select") and hasattr(source, "__getitem__")
-
-
-def _pick_split(splits: Mapping[str, object], split: str) -> object:
-    check_choice(split, "split", splits)
-    return splits[split]
 
 
 def _checked_dicts(rows: Sequence[Any]) -> list[Json]:

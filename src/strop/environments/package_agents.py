@@ -1,13 +1,16 @@
-"""Agents made of other packages, for `agent=`: tools of MCP servers, and environments behind OpenEnv's clients.
+"""Agents made of other packages, for `agent=`: MCP servers' tools, OpenEnv's clients, environments of `verifiers`.
 
     GRPO(model=model, tokenizer=tokenizer, agent=mcp_agent(["python", "server.py"]), reward_fn=reward_fn)
     GRPO(model=model, tokenizer=tokenizer, agent=openenv_agent(lambda row: EchoEnv("http://127.0.0.1:8000"), as_action))
+    GRPO(model=model, tokenizer=tokenizer, agent=verifiers_agent("wordle"))
 
 Connections, and servers that are commands, begin and end with the trajectory.
 """
 
 import contextlib
 import json
+import os
+import secrets
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,6 +19,7 @@ from strop._checks import is_conversation
 from strop._install import missing
 from strop._types import Json, Row
 from strop.rewards.async_calls import post_json
+from strop.tasks import split_of
 
 Agent = Callable[[Row, Any], Any]
 
@@ -134,6 +138,95 @@ def openenv_agent(
 
     agent.__name__ = "openenv_agent"
     return agent
+
+
+# ---- verifiers ----
+
+
+def verifiers_agent(environment: Any, **arguments: Any) -> Agent:
+    """Return an agent that plays an environment of `verifiers`, whose rewards are its own. `agent.rows` are its rows.
+
+    environment   of verifiers 0.4: a taskset's name, an EnvConfig, or the fields of one, such as
+                  {"taskset": {"id": "gsm8k-v1"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}.
+                  Before 0.4: an environment, or its name for load_environment
+    arguments     of load_environment
+    """
+    verifiers = _package("verifiers", "verifiers")
+    if isinstance(environment, str) and hasattr(verifiers, "load_environment"):
+        environment = verifiers.load_environment(environment, **arguments)
+    elif arguments:
+        raise TypeError(f"verifiers_agent takes the environment alone here, found {', '.join(arguments)} too")
+    agent = _older_environment(environment) if hasattr(environment, "run_rollout") else _taskset_agent(environment)
+    agent.__name__ = "verifiers_agent"
+    return agent
+
+
+def _taskset_agent(environment: Any) -> Agent:
+    """Return the agent of a taskset of verifiers 0.4 with its harness."""
+    v1: Any = __import__("verifiers.v1").v1
+    fields = {"taskset": {"id": environment}} if isinstance(environment, str) else environment
+    config = v1.resolve_env_config(fields)
+    taskset = v1.load_environment(config).taskset
+    if not taskset.bounded:
+        raise ValueError("the taskset must be finite, found one without an end")
+    tasks = list(taskset)
+
+    async def agent(row: Row, client: Any) -> dict[str, float]:
+        name = f"STROP_API_KEY_{secrets.token_hex(8)}"  # where verifiers reads a key; programs do not inherit *API_KEY*
+        os.environ[name] = client.api_key
+        try:
+            context = v1.ModelContext("strop", v1.EvalClientConfig(base_url=client.base_url, api_key_var=name))
+            environment = v1.load_environment(config)  # with its own servers, which end with the trajectory
+            async with environment.serving():
+                episode = await environment.run_episode(tasks[row["task"]], context)
+        finally:
+            del os.environ[name]
+        for failed in (*episode.traces, episode):
+            if not failed.ok:
+                raise RuntimeError(_told(failed.last_error))
+        ours = [trace for trace in episode.traces if trace.agent.config.client.base_url == client.base_url]
+        if idle := [trace.agent.name for trace in ours if not trace.agent.trainable]:
+            raise ValueError(f"the seat {idle[0]} must have a client of its own, since it is not trained")
+        rewards = [
+            (name, reward.value / len(ours)) for trace in ours for name, reward in trace.rewards.items() if reward
+        ]
+        return {name: sum(value for other, value in rewards if other == name) for name, _ in rewards}
+
+    def rows(split: str = "train", limit: int | None = None) -> list[Json]:
+        """Return the tasks as rows; one in ten is held out."""
+        return [{"task": i} for i, task in enumerate(tasks) if split_of(task.key) == split][:limit]
+
+    agent.rows = rows  # type: ignore[attr-defined]
+    return agent
+
+
+def _older_environment(environment: Any) -> Agent:
+    """Return the agent of an environment before verifiers 0.4."""
+    from openai import AsyncOpenAI
+    from verifiers.clients import OpenAIChatCompletionsClient, OpenAICompletionsClient
+
+    if environment.requires_group_rollouts:
+        raise ValueError("the environment must reward each rollout alone, found rewards of whole groups")
+    wraps = OpenAIChatCompletionsClient if environment.message_type == "chat" else OpenAICompletionsClient
+
+    async def agent(row: Row, client: Any) -> float:
+        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as openai:
+            output = await environment.run_rollout({"example_id": 0, **row}, wraps(openai), "strop", {})
+        if output.get("error") is not None:
+            raise RuntimeError(_told(output["error"]))
+        return float(output["reward"])
+
+    def rows(split: str = "train", limit: int | None = None) -> list[Json]:
+        """Return the environment's dataset, or for any other split than "train" that of its evaluation."""
+        found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
+        return list(found.select(range(min(limit, len(found)))) if limit else found)
+
+    agent.rows = rows  # type: ignore[attr-defined]
+    return agent
+
+
+def _told(error: Any) -> str:
+    return " ".join(str(getattr(error, "message", error)).split())[:500]
 
 
 def _first_messages(row: Row) -> list[Json]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,22 @@ def adapter_off(model: Any) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
+
+
+@contextlib.contextmanager
+def replaced_forwards(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterator[None]:
+    """Replace the forwards of these modules. In nested contexts the inner one applies; leaving it restores the outer one."""
+    before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
 
 
 def is_plain(weight: object) -> bool:

@@ -34,7 +34,7 @@ from strop.models.decoder_layers import (
     rms_norm_of,
 )
 from strop.models.exact import Exact
-from strop.models.kinds import base_model
+from strop.models.kinds import base_model, replaced_forwards
 from strop.ops.exact import whole
 from strop.ops.head import first_order, product
 
@@ -62,7 +62,7 @@ class Fused:
         if as_they_are and self.by is Exact:
             found = "attention with dropout" if drops else "hooks on parts of its layers"
             raise ValueError(f"exact must be False for a model with {found}, which fused layers leave out, found True")
-        with _replaced({} if as_they_are else self._forwards()):
+        with replaced_forwards({} if as_they_are else self._forwards()):
             yield
 
     def differs(self, read: Callable[[], object]) -> str | None:
@@ -77,7 +77,9 @@ class Fused:
                     found.append(f"the {what} of its {type(module).__name__} is another (relative error {error:.1e})")
             return wanted["output"]
 
-        with _replaced({module: functools.partial(compared, module, f) for module, f in self._forwards().items()}):
+        with replaced_forwards(
+            {module: functools.partial(compared, module, f) for module, f in self._forwards().items()}
+        ):
             read()
         return found[0] if found else None
 
@@ -124,22 +126,6 @@ def _check_trainable(layer: Any) -> None:
 def _is_plain(layer: object) -> bool:
     """Return whether all projections are plain nn.Linear. Adapters and quantised weights are other classes."""
     return all(type(one) is nn.Linear for one in projections_of(layer))
-
-
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """Replace the forwards of these modules. In nested contexts the inner one applies; leaving it restores the outer one."""
-    before: dict[nn.Module, Any] = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
 
 
 def _with_gradients(

@@ -34,16 +34,19 @@ from strop.models.kinds import (
     is_hugging_face,
     is_moe,
     layers_of,
+    replaced_forwards,
     shares,
     unwrapped,
 )
 from strop.models.loading import check_moe_device, chosen_device, load_model
+from strop.models.products import faster_forwards
 from strop.models.rotations import Boundaries
 from strop.models.routing import NONE, Routers, Within, find_routers, replaying
 from strop.models.shared_prefixes import WithPrefixes
 from strop.ops import linear, linear_logp, linear_token_loss, logp
 from strop.ops.head import in_dtype
 from strop.ops.linear import LMHead
+from strop.ops.onednn import FEWEST_WEIGHTS
 from strop.ops.registry import FORCED, REGISTERED_BY_USER
 
 Result = TypeVar("Result")
@@ -103,6 +106,7 @@ class Policy:
         )
         self.opaque: set[str] | None = None  # layers that had no gradient before the trial
         self.fused: Any = None
+        self._faster: Within | None = None
         self.modules: list[nn.Module] = []
         self._routers: Routers | str | None = None
         self.shards: Shards | None = None
@@ -112,7 +116,7 @@ class Policy:
 
     def __getstate__(self) -> Json:
         """Return the state for copies and pickles, without the rollout engine, which is bound to these weights."""
-        return {**self.__dict__, "rollout_engine": None}
+        return {**self.__dict__, "rollout_engine": None, "_faster": None}
 
     def be_exact(self) -> None:
         """Make log-probs bitwise equal in rollouts, scoring and training, in any batch, by a fixed order of all sums.
@@ -407,13 +411,13 @@ class Policy:
         if self.packs:
             if batch.groups and self.no_sharing_because is None:
                 batch = batch.with_prefixes(batch.groups)
-            within = contextlib.nullcontext if self.fused is None else self.fused.used
+            within = self.products() if self.fused is None else self.fused.used
             with self._routed(batch.routing_NLk, within) as within:
                 read_N, _ = self.read_packed(module, batch, part, self.rules, within)
             return read_N.index_select(0, batch.places_n)
         rows = batch.padded(self.pad_id)
         routing = None if batch.routing_NLk is None else rows.spread(batch.routing_NLk, NONE)
-        with self._routed(routing, contextlib.nullcontext) as within, also_again(self.modules, within):
+        with self._routed(routing, self.products()) as within, also_again(self.modules, within):
             found = part(self.call_rows(module, rows))
         if not isinstance(found, torch.Tensor) or found.ndim != 3 or found.shape[:2] != rows.ids_ST.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -423,6 +427,16 @@ class Policy:
                 f"object with .logits), found {what}"
             )
         return found.flatten(0, 1).index_select(0, rows.index_N.index_select(0, batch.places_n))
+
+    def products(self) -> Within:
+        """Return the context in which large linear layers use the fastest products of this CPU."""
+        if self._faster is None:
+            large = any(
+                type(module) is nn.Linear and module.weight.numel() >= FEWEST_WEIGHTS for module in self.inner.modules()
+            )
+            forwards = faster_forwards(self.inner) if large and self.model is self.inner else {}  # not if compiled
+            self._faster = functools.partial(replaced_forwards, forwards) if forwards else contextlib.nullcontext
+        return self._faster
 
     def _routed(self, chosen: torch.Tensor | None, within: Within) -> contextlib.AbstractContextManager[Within]:
         """Return a context that yields the context for one forward: `within`, with these experts chosen."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from strop._types import Context
+from strop.ops import onednn
 from strop.ops.rows import TokenValues
 
 TOKENS_MULTIPLE, IDS_MULTIPLE = 512, 128  # chunks of tokens and blocks of the vocabulary are multiples of these
@@ -69,13 +70,15 @@ class Head(NamedTuple):
         return round_up(self.V, ROW_MULTIPLE) if self.exact else self.V
 
     def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weightᵀ + bias for a slice of the vocabulary, written into `memory`."""
+        """Return hidden @ weightᵀ + bias for a slice of the vocabulary, written into `memory` if torch computes it."""
         if self.exact:
             from strop.ops.exact import product  # needs Triton
 
             out_nV = memory[: len(hidden_nH) * self.row].view(len(hidden_nH), self.row)[:, : self.V]
             return product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
         weight_vH = self.weight_VH[vocabulary]
+        if by_onednn(hidden_nH, weight_vH):
+            return onednn.product(hidden_nH, weight_vH, None if self.bias_V is None else self.bias_V[vocabulary])
         out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
         if self.bias_V is None:
             return torch.mm(hidden_nH, weight_vH.T, out=out_nv)
@@ -151,7 +154,9 @@ class CountedTokens:
             into = (out_NH[part], None) if self.places is None else (out_NH, self.places[part])
             self.rows.put_multiplied(product_nH, factors_n, *into)
         elif self.places is None and out_NH.dtype == a.dtype:
-            torch.mm(a, b, out=out_NH[part])
+            product(a, b, out_NH[part])
+        elif by_onednn(a, b):
+            self.put(onednn.product(a, b.T), part, out_NH)
         else:
             self.put(torch.mm(a, b), part, out_NH)
 
@@ -224,9 +229,16 @@ def empty_gradients(tokens: CountedTokens, head: Head, wanted: Wanted) -> Gradie
     )
 
 
+def by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether oneDNN computes the product of these matrices, into memory of its own."""
+    return b.numel() >= onednn.FEWEST_WEIGHTS and onednn.takes(a)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write a @ b into `out`, which may be wider than the factors."""
-    if out.dtype == a.dtype:
+    if by_onednn(a, b) and out.dtype == a.dtype:
+        out.copy_(onednn.product(a, b.T))
+    elif out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
@@ -236,7 +248,9 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Add a @ b to `out`, which may be wider than the factors."""
-    if out.dtype == a.dtype:
+    if by_onednn(a, b) and out.dtype == a.dtype:
+        out += onednn.product(a, b.T)
+    elif out.dtype == a.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

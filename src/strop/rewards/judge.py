@@ -107,7 +107,7 @@ class Judge:
         read = self.parse or parse
         if file is not None and file.is_file():
             self._counts["cached_answers"] += 1
-            return read(json.loads(file.read_text("utf-8"))["reply"])
+            return read(json.loads(file.read_text(encoding="utf-8"))["reply"])
         reply = await self._reply((asyncio.get_running_loop(), key), body)
         value = read(reply)  # a reply that cannot be read is not kept
         if file is not None:

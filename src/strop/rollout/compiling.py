@@ -21,7 +21,7 @@ def compile_step(engine: Any, layers: FusedLayers, prompt: torch.Tensor) -> None
     """
     round_, rows = engine.begin([prompt], 1, 1, Sampling(max_new_tokens=1), torch.zeros(1, 1), ())
     layer, device = layers.layers[0], engine.device
-    logits_NV = torch.zeros(len(rows), len(layers.head[0]), dtype=layers.dtype, device=device)
+    logits_NV = torch.zeros(len(rows), len(layers.head.weight_EH), dtype=layers.dtype, device=device)
     attention = KernelDecode(engine.table, rows, engine.shape, engine.parts(rows, round_), engine.tiles_CN)
     qkv = _qkv(engine, rows)
     compile_together(device, [

@@ -140,7 +140,7 @@ class Engine:
             torch.empty(BUCKETS[-1], dtype=torch.int8, pin_memory=True) if policy.device.type == "cuda" else None
         )
         compiled = policy.model is not unwrapped(policy.model)  # the user compiled the model
-        own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled)
+        own = OwnLayers(self.model, self.device, autocast_dtype(self.device), compiled, policy.products())
         ids = checks.probe(policy)[0]
         try:
             seen = checks.states_of(own, ids, self.device)
@@ -320,6 +320,8 @@ class Engine:
         rows.suffix_start_N[:lanes] = num_prefix + T * torch.arange(lanes, device=device)
         round_.enter(rows, torch.arange(lanes, device=device), 0)
         round_.make_spare(rows.after(lanes))
+        if T > 1 and isinstance(self.layers, FusedLayers) and not self.on_gpu:
+            self.layers.pack(lanes)  # takes as long as a step
         if self.on_gpu:
             self.table[:6] = torch.tensor(round_.table())
             self._use_eos(eos_ids)

@@ -73,8 +73,8 @@ class ExactLayers(FusedLayers):
         x_NH, angles = self.embed(ids_PT).flatten(0, 1), self._angles(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
             norms = layer.attention_norm, layer.mlp_norm, *(layer.head_norms or (None, None))
-            heads = [layer.qkv[0].shape[0] // self.head_dim - 2 * self.num_heads, self.num_heads, self.num_heads]
-            joined = layer.qkv[0], layer.out[0], layer.gate_up[0], layer.down[0], layer.qkv[1]
+            heads = [len(layer.qkv.weight_EH) // self.head_dim - 2 * self.num_heads, self.num_heads, self.num_heads]
+            joined = (*(one.weight_EH for one in (layer.qkv, layer.out, layer.gate_up, layer.down)), layer.qkv.bias_E)
             x_NH, *_ = computed(
                 x_NH, *angles, _Attention(pass_, index, layer.rule, T), [norm and norm.eps for norm in norms],
                 [norm and norm.weight for norm in norms], joined, heads, self.dtype,
@@ -83,7 +83,7 @@ class ExactLayers(FusedLayers):
             return x_NH
         last_PH = x_NH.unflatten(0, (P, T))[:, -1].contiguous()
         _, n_PH, _ = kernels.norm(last_PH, self.norm.weight, self.norm.eps, self.dtype)
-        head = Head(*self.head, exact=True)
+        head = Head(self.head.weight_EH, self.head.bias_E, exact=True)
         return head.logits(n_PH, ALL, n_PH.new_empty(P * head.row))
 
     def _angles(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

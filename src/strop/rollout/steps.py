@@ -33,10 +33,11 @@ from strop.models.decoder_layers import (
 )
 from strop.models.kinds import is_plain
 from strop.models.rotations import Boundaries
+from strop.models.routing import Within
 from strop.models.trial import decoder_and_head
+from strop.ops import onednn
 from strop.rollout.slots import CacheShape, OneRow, slot_cache
 
-Product = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
 Adapter = tuple[torch.Tensor, torch.Tensor, float]  # B, A and the scaling of B·A
 
@@ -57,7 +58,9 @@ def without_autograd(device: torch.device) -> contextlib.AbstractContextManager[
 class OwnLayers:
     """The model's forward, with 16-bit copies of its matrices under autocast."""
 
-    def __init__(self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool):
+    def __init__(
+        self, model: Any, device: torch.device, autocast: torch.dtype | None, compiled: bool, products: Within
+    ):
         self.model, self.device, self.autocast = model, device, autocast
         self.copies: Copies | None = None
         self.rules: dict[int, Rule] | None = None  # attention rules, once the layers have been seen
@@ -67,6 +70,7 @@ class OwnLayers:
         self._keeps_logits = "logits_to_keep" in takes
         self._cache = {"cache_params" if "cache_params" in takes else "past_key_values": slot_cache()}
         self._compiled: Any = torch.compile(self._forward) if compiled else None
+        self._products = products
 
     def refresh(self, num_positions: int) -> None:
         if self.copies is None:  # only when they are needed: most models have fused layers
@@ -106,13 +110,28 @@ class OwnLayers:
         copies = contextlib.nullcontext() if self.copies is None else self.copies.in_place()
         try:
             skipping = contextlib.nullcontext() if self._compiled else without_autograd(self.device)
-            with torch.no_grad(), skipping, cast, attending(self.model, None, self.rules), copies, sdpa_without_plans():
+            attention = attending(self.model, None, self.rules), sdpa_without_plans()
+            with torch.no_grad(), skipping, cast, attention[0], attention[1], copies, self._products():
                 yield
         finally:
             self.model._compiled_call_impl = compiled
 
 
 # ---- layers of the common kind ----
+
+
+@dataclass
+class Product:
+    """A product with joined weights [E, H]. packed: the weight as the kernels of this CPU read it, during a rollout."""
+
+    weight_EH: torch.Tensor
+    bias_E: torch.Tensor | None
+    packed: torch.Tensor | None = None
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            return linear(x_NH, self.weight_EH, self.bias_E)
+        return onednn.product(x_NH, self.packed, self.bias_E)
 
 
 @dataclass
@@ -146,7 +165,7 @@ class FusedLayers:
         self.layers = [self._layer(layer, rules[index]) for index, layer in enumerate(decoder.layers)]
         self.activation = activation_of(decoder.layers[0].mlp.act_fn)
         self.norm = rms_norm_of(decoder.norm)
-        self.head = self.copies.joined([head], self.dtype)
+        self.head = Product(*self.copies.joined([head], self.dtype))
         self.rotation_TCD = torch.empty(0, 2, shape.head_dim)  # cos and sin of every position
 
     def _layer(self, layer: Any, rule: Rule) -> DecodeLayer:
@@ -154,7 +173,9 @@ class FusedLayers:
             raise Unsupported("its attention is in chunks")
         q, k, v, o, gate, up, down = projections_of(layer)
         attention_norm, mlp_norm, *head_norms = map(rms_norm_of, norms_of(layer))
-        qkv, out, gate_up, down = (self.copies.joined(one, self.dtype) for one in ([q, k, v], [o], [gate, up], [down]))
+        qkv, out, gate_up, down = (
+            Product(*self.copies.joined(one, self.dtype)) for one in ([q, k, v], [o], [gate, up], [down])
+        )
         return DecodeLayer(
             attention_norm, qkv, tuple(head_norms) or None, replace(rule, dropout=0.0), out, mlp_norm, gate_up, down
         )
@@ -176,8 +197,23 @@ class FusedLayers:
     def ready(self) -> Iterator[None]:
         device = self.embed.weight.device
         cast = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), without_autograd(device), cast, sdpa_without_plans():
-            yield
+        try:
+            with torch.no_grad(), without_autograd(device), cast, sdpa_without_plans():
+                yield
+        finally:
+            for one in self._products:  # the next rollout has other weights
+                one.packed = None
+
+    @property
+    def _products(self) -> list[Product]:
+        of_layers = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [*of_layers, self.head]
+
+    def pack(self, num_rows: int) -> None:
+        """Prepare the products for steps of about so many rows, until `ready` ends. Does nothing on a GPU."""
+        for one in self._products:
+            if one.packed is None and one.weight_EH.numel() >= onednn.FEWEST_WEIGHTS:
+                one.packed = onednn.packed(one.weight_EH, num_rows)
 
     def read(
         self, pass_: Pass, ids_PT: torch.Tensor, positions_PT: torch.Tensor, with_logits: bool = True
@@ -189,21 +225,21 @@ class FusedLayers:
         rotation = None if self.kernels else self._rotation_at(positions_PT.flatten())
         for index, layer in enumerate(self.layers):
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.attention_norm)
-            attended = self._attend(pass_, linear(y_NH, *layer.qkv), positions_PT, rotation, index, layer)
+            attended = self._attend(pass_, layer.qkv(y_NH), positions_PT, rotation, index, layer)
             if index + 1 == len(self.layers) and not with_logits:
                 return attended
-            update_NH = linear(attended.reshape(P * T, -1), *layer.out)
+            update_NH = layer.out(attended.reshape(P * T, -1))
             x_NH, y_NH = self._add_norm(x_NH, update_NH, layer.mlp_norm)
-            update_NH = linear(self._gated(linear(y_NH, *layer.gate_up)), *layer.down)
+            update_NH = layer.down(self._gated(layer.gate_up(y_NH)))
         if T > 1:
             x_NH, update_NH = (one.unflatten(0, (P, T))[:, -1].contiguous() for one in (x_NH, update_NH))
-        return linear(self._add_norm(x_NH, update_NH, self.norm)[1], *self.head)
+        return self.head(self._add_norm(x_NH, update_NH, self.norm)[1])
 
     def launches(self) -> list[Callable[[], object]]:
         """Return one launch of each kernel between the products, on data of its own."""
         layer, weight = self.layers[0], self.embed.weight
-        x_NH, gate_up_NF = (weight.new_zeros(1, size) for size in (weight.shape[1], len(layer.gate_up[0])))
-        qkv_NED = torch.zeros(1, len(layer.qkv[0]), dtype=self.dtype, device=weight.device).unflatten(
+        x_NH, gate_up_NF = (weight.new_zeros(1, size) for size in (weight.shape[1], len(layer.gate_up.weight_EH)))
+        qkv_NED = torch.zeros(1, len(layer.qkv.weight_EH), dtype=self.dtype, device=weight.device).unflatten(
             1, (-1, self.head_dim)
         )
         first = torch.zeros(1, dtype=torch.int64, device=weight.device)

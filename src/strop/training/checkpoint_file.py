@@ -23,7 +23,12 @@ from strop.training.checkpoint_header import CheckpointError, check_header, load
 
 FORMAT = 2  # 1 had no checksums
 CHECKSUMS = "checksums"
-PICKLES = (b"PK\x03\x04", b"\x80\4\x95", b"\x80\5\x95", b"\x80\2", b"\x80\3")  # the first bytes of pickle's protocols
+PICKLES = (
+    b"PK\x03\x04",
+    b"\x80\2\x8a",
+    b"\x80\4\x95",
+    b"\x80\5\x95",
+)  # the first bytes of what torch.save and pickle write
 Tensors = dict[str, torch.Tensor]
 
 
@@ -162,9 +167,8 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, RuntimeError, TypeError, OverflowError) as error:  # the last three: impossible shapes
         with path.open("rb") as file:
-            start = file.read(8)
-        is_length = len(start) == 8 and start[5:] == bytes(3)  # of an index: its first bytes may look like a pickle's
-        if start.startswith(PICKLES[:3]) or (start.startswith(PICKLES) and not is_length):
+            is_pickle = file.read(4).startswith(PICKLES)
+        if is_pickle:
             what = "is a pickle, as torch.save writes it: strop reads only its own checkpoints, and never runs code from a file"
             raise CheckpointError(f"{path} {what}") from None
         told = " ".join(str(error).split())

@@ -27,10 +27,9 @@ from strop.training.checkpoint_file import (
     with_aliases,
     without_shared,
 )
-from strop.training.checkpoint_header import CheckpointError, check_header, loads
+from strop.training.checkpoint_header import CheckpointError, check_header
 
 HEADER = "header.json"
-MOST_BYTES = 100_000_000  # of a JSON file: safetensors has the same limit for its index
 READ_AT_ONCE = ("rng", "extra", "tokenizer")  # small parts
 
 
@@ -97,7 +96,7 @@ def read(path: Path, world: World) -> tuple[Json, Tensors]:
         found = f"{of_file(path / name):08x}"
         if found != sums[name]:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} must be {sums[name]:.8}, found {found}")
-    header = parse_header(path, _text(path / HEADER))
+    header = parse_header(path, (path / HEADER).read_bytes().decode(errors="replace"))
     check_header(header, path, of_several=True)
     if not header["rng"] or len(header["rng"]) != len(header["extra"]):
         raise CheckpointError(f"{path}: rng and extra must have an entry for each process, found others")
@@ -118,23 +117,14 @@ def fill(path: Path, aliases: dict[str, str], targets: Tensors) -> None:
         targets[name].copy_(targets[aliases[name]])
 
 
-def _text(path: Path) -> str:
-    if path.stat().st_size > MOST_BYTES:
-        raise CheckpointError(f"{path} must have at most {MOST_BYTES} bytes, found more")
-    return path.read_bytes().decode(errors="replace")
-
-
 def _sums(path: Path) -> dict[str, str]:
     """Return the listed checksums by file name. Raise if the folder has other files than the listed ones."""
-    listed = path / checksums.FILE
-    if not listed.is_file():
-        raise CheckpointError(f"{path} is no checkpoint of strop: it has no {checksums.FILE}")
     try:
-        sums = loads(_text(listed))
+        sums = checksums.listed(path)
     except ValueError as error:
-        raise CheckpointError(f"{listed} is damaged: {error}") from None
-    if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()) or HEADER not in sums:
-        raise CheckpointError(f"{listed} must name {HEADER} and other files with their checksums, found something else")
+        raise CheckpointError(str(error)) from None
+    if sums is None or HEADER not in sums:
+        raise CheckpointError(f"{path} is no checkpoint of strop: it has no {checksums.FILE} with a {HEADER}")
     there = {file.name for file in path.iterdir() if file.is_file() and not file.is_symlink()} - {checksums.FILE}
     for name in sorted(sums.keys() ^ there):
         where = "among its files" if name in there else f"in {checksums.FILE}"

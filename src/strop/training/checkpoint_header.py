@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strop._types import Json
+from strop.config.base import flat
 from strop.training.state import TrainState
 
-MOST_LEVELS = 20  # of nested objects and lists
 EACH = None
+MOST_LEVELS = 20  # of nested objects and lists
 
 
 class CheckpointError(ValueError):
@@ -154,21 +155,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def check_same(found: object, wanted: object, path: str | Path, where: str) -> None:
-    """Raise unless `wanted`, the parsed form of `found`, equals it: nothing missing, added or of another type."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() ^ wanted.keys()):
-            verb = "lacks" if name in wanted else "has the unknown"
-            raise CheckpointError(f"{path}: {where} {verb} {name!r:.60}; another version of strop may have written it")
-        for name in found:
-            check_same(found[name], wanted[name], path, f"{where}.{name}")
-    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        for i, (item, other) in enumerate(zip(found, wanted, strict=True)):
-            check_same(item, other, path, f"{where}[{i}]")
-    elif found != wanted or type_of(found) is not type_of(wanted):
-        raise CheckpointError(f"{path}: {where} must be written as {shown(wanted)}, found {shown(found)}")
-
-
-def type_of(value: object) -> type:
-    """Return the type of a JSON value. JSON has one number type, so 1 and 1.0 have the same; True has another."""
-    return float if is_whole(value) else type(value)
+def check_same(found: Json, wanted: Json, path: str | Path, where: str) -> None:
+    """Raise unless `wanted`, the parsed form of `found`, is written the same way: nothing missing, added or converted."""
+    found, wanted = flat(found, f"{where}."), flat(wanted, f"{where}.")
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found or name not in wanted:
+            what = "is missing" if name in wanted else "is unknown"
+            raise CheckpointError(f"{path}: {name:.120} {what}; another version of strop may have written it")
+        if json.dumps(found[name]) != json.dumps(wanted[name]):
+            raise CheckpointError(f"{path}: {name} must be {shown(wanted[name])}, found {shown(found[name])}")
