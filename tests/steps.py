@@ -43,7 +43,7 @@ def advantages_only(trainer, lines, rewards):
 def step_lines(trainer, rows):
     """A step's trajectories up to their advantages, of rows of a dataset."""
     prompts = trainer.prepare(rows)
-    lines, _ = trainer.sample(prompts, range(len(prompts)))
+    lines, _ = trainer.sample(prompts, range(len(prompts)), trainer.state.step)
     trainer.score(lines)
     trainer.reward(lines)
     if trainer.rewards is not None:

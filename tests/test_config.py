@@ -206,7 +206,7 @@ FIELDS = {
     PolicyRule: "loss_type importance_level clip_eps delta beta kl_estimator entropy_coef max_completion_length "
     "sapo_temperatures vespo_gamma cov_fraction cov_bounds cov_kl_coef stale_kl",
     EntropyConfig: "top_entropy_quantile entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max",
-    ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness server_requests server_timeout "
+    ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness order rollout_device server_requests server_timeout "
     "server_start_timeout",
     Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",
     TurnsConfig: "max_turns max_tokens turn_discount credit environment_workers environment_timeout agent_workers "

@@ -11,6 +11,7 @@ torch is imported only where it is needed.
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -144,6 +145,7 @@ class Phases:
     """
 
     def __init__(self, device: "torch.device | None" = None) -> None:
+        self.thread = threading.get_ident()  # whose phases they are
         self.failed: str | None = None  # the innermost phase an error came from
         self.num_tokens = 0  # number of tokens in the step
         self.wanted_norm: torch.Tensor | None = None  # norm of a gradient that must not be 0

@@ -30,7 +30,7 @@ def make(model=None, teacher=None, **options):
 
 def lines_of(distill, rows):
     """The trajectories of a step on these rows, and how many completions are the student's own."""
-    lines, metrics = distill.sample(distill.prepare(rows), range(len(rows)))
+    lines, metrics = distill.sample(distill.prepare(rows), range(len(rows)), distill.state.step)
     assert metrics["distill/on_policy_fraction"].number == len(rows)
     return lines, metrics["distill/on_policy_fraction"].total
 

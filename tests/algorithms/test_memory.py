@@ -216,7 +216,7 @@ def test_with_nothing_to_score_nothing_is_collated(monkeypatch):
     made = []
     for kl_coef, old_logps in ((0.0, "rollout"), (0.1, "rollout"), (0.0, "recompute")):
         grpo = make_grpo(PlainModel(), kl_coef=kl_coef, old_logps=old_logps)
-        lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
+        lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
         of = TokenBatch.of
         with monkeypatch.context() as patch:
             patch.setattr(TokenBatch, "of", lambda lines, *more, of=of: made.append(len(lines)) or of(lines, *more))

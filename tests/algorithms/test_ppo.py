@@ -193,7 +193,7 @@ def test_ragged_completions_are_their_rows(critic):
     """The loss of a batch, with weights of the whole, is the sum of its completions' losses."""
     ppo = make_ppo(critic=CRITICS[critic](), whiten=False)
     ppo.train_step(PROMPTS)  # so that the head is not 0
-    lines = ppo.draw(ppo.prepare([{"prompt": p} for p in PROMPTS]), range(4))
+    lines = ppo.draw(ppo.prepare([{"prompt": p} for p in PROMPTS]), range(4), 0)
     advantages(ppo, lines, [1.0, 0.0, 0.5, -1.0])
     whole = loss_on(ppo, lines).loss
     alone = [loss_on(ppo, [line], lines).loss for line in lines]

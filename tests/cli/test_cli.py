@@ -318,6 +318,7 @@ def test_doctor_lists_what_is_used(monkeypatch):
     found = {finding.part: finding for finding in doctor.packages(deep=False)}
     assert {"gguf", "tensorboard", "trackio", "wandb", "bitsandbytes", "uvicorn"} <= found.keys()
     assert "triton" not in found
+    assert {finding.part: finding.detail for finding in doctor.operators()}["operator linear_logp"] == "chunked, torch"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "triton" in {finding.part for finding in doctor.packages(deep=False)}
 

@@ -133,6 +133,13 @@ def test_generate_needs_no_reward(chatting, capsys):
     assert "reward_fn must be given: Silent has tools and no get_reward()" in capsys.readouterr().err
 
 
+def test_generate_says_that_a_model_ended_at_once(chatting, capsys, monkeypatch):
+    monkeypatch.setattr("strop.algorithms.best_of_n.BestOfN.generate", lambda self, rows: [""] * len(rows))
+    for options, said in (((), "at once; it has a chat template: --chat\n"), (("--chat",), "at once\n")):
+        assert run("generate", "--model", chatting, "--prompt", "a", *options) == 0
+        assert capsys.readouterr().err.endswith(f"strop: the model ended every completion {said}")
+
+
 def test_a_preference_is_asked_of_conversations(capsys, tmp_path, chatting):
     words = ["train", "online-dpo", "--model", "moe:tiny", "--environment", GUESS, "--max-new-tokens", 1, "--quiet"]
     words += ["--preference", f"{chatting}/mine.py:longer", "--num-steps", 1, "--output", tmp_path / "run"]

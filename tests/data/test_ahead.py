@@ -142,12 +142,15 @@ def test_a_column_that_some_rows_lack_is_none_whichever_rows_share_a_part(large)
     assert found._row(0) == {"prompt": "ab", "hint": None}
 
 
-def test_kto_checks_labels_and_takes_pairs_of_large_datasets(large):
+def test_kto_checks_labels_and_takes_pairs_of_large_datasets(large, tmp_path):
     options = {"tokenizer": hugging_face(), "batch_size": 2, "num_steps": 2}
     kto = KTO(model=llama(vocab_size=60), **options)
     rows = [{"prompt": "ab", "completion": "cd", "label": True}] * 6 + [{"prompt": "ab", "completion": "cd"}]
     with pytest.raises(TypeError, match=r"dataset\[6\]: label must be true or false, found None"):
         kto.train(rows, progress=False)
+    (file := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    with pytest.raises(TypeError, match=r"dataset\[6\]: label must be true or false, found None \(line 13\)"):
+        kto.train(file, progress=False)
     with pytest.raises(ValueError, match='KTO, with a column "label", true or false, needs prompt_completion'):
         kto.train([{"text": "ab"}] * 7, progress=False)
     pairs = [{"prompt": "ab", "chosen": "cd", "rejected": f"{i}"} for i in range(6)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import llama, qwen2
+from work import Turns
 
 from strop import GRPO, SFT
 from strop.distributed import world
@@ -69,12 +70,32 @@ def drop(**options):
 def ahead(**options):
     """One step ahead by a server; with batches of one prompt, of two processes the first has none."""
     model = llama(eos_token_id=EOS, dtype=torch.float32)
-    more = {"group_size": 3, "max_new_tokens": 5, "kl_coef": 0.0, "importance_cap": 2.0, "max_staleness": 1}
+    more = {
+        "group_size": 3,
+        "max_new_tokens": 5,
+        "kl_coef": 0.0,
+        "importance_cap": 2.0,
+        "max_staleness": 1,
+        "reward_fn": reward,
+    }
     server = {"rollout_server": os.environ["STROP_TEST_SERVERS"].split()[-1]}
-    return GRPO(model=model, reward_fn=reward, **more, **server, **OPTIONS | {"batch_size": 1}, **options)
+    return GRPO(model=model, **server, **OPTIONS | {"batch_size": 1} | more | options)
 
 
-MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop, "ahead": ahead}
+def turns_ahead(**options):
+    """Two steps ahead by a server, with an environment: the first process plays for all."""
+    return ahead(environment=Turns, reward_fn=None, max_staleness=2, batch_size=3, **options)
+
+
+def here_ahead(**options):
+    """Two steps ahead by a copy of the model in every process."""
+    model = qwen2(eos_token_id=EOS).double()
+    more = {"group_size": 3, "max_new_tokens": 5, "kl_coef": 0.0, "importance_cap": 2.0, "max_staleness": 2}
+    return GRPO(model=model, reward_fn=reward, **more, **OPTIONS, **options)
+
+
+MAKERS = {"sft": sft, "grpo": grpo, "lora": lora, "drop": drop, "ahead": ahead, "turns_ahead": turns_ahead,
+          "here_ahead": here_ahead}  # fmt: skip
 
 
 def train(case, shard, folder, num_steps, resume):

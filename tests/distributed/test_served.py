@@ -13,7 +13,7 @@ from strop.rollout.openai_server import OpenAIServer
 from strop.rollout.served_model import ServedModel
 from strop.training.logging import read_metrics
 
-NAMES = ["served", "served-again", "served-lora", "served-distill"]
+NAMES = ["served", "served-again", "served-lora", "served-distill", "served-turns"]
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def serving():
 def servers(monkeypatch):
     """One for each of NAMES, and one for those who sample ahead."""
     with contextlib.ExitStack() as stack:
-        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in range(5)))
+        monkeypatch.setenv("STROP_TEST_SERVERS", " ".join(stack.enter_context(serving()) for _ in range(6)))
         yield
 
 
@@ -52,14 +52,33 @@ def test_two_processes_share_a_server(tmp_path, servers):
             assert (weight - wanted_weights[name]).abs().max() < 1e-5
 
 
-def test_two_processes_one_step_ahead(tmp_path, servers):
-    """As one process does, and resumed bit for bit: what was sampled ahead is in the checkpoint, of each process its share."""
-    runs.train("ahead", "none", tmp_path / "alone", 4, False)
-    plan = [["ahead", "none", "through", 4, False], ["copy", "through", "then"], ["forget", "then"]]
-    launched(2, tmp_path, [*plan, ["ahead", "none", "then", 4, True]])
-    assert apart(tmp_path / "through", tmp_path / "then") == 0
-    assert apart(tmp_path / "through", tmp_path / "alone") < 1e-5
-    through, then = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("through", "then"))
-    for one, other in zip(through, then, strict=True):
-        assert (one["loss"], one["mismatch_kl"]) == (other["loss"], other["mismatch_kl"])
-    assert any(entry["mismatch_kl"] > 1e-6 for entry in through)  # the completions are older than the weights
+def test_two_processes_ahead(tmp_path, servers):
+    """As one process does, and resumed bit for bit: what was sampled ahead is in the checkpoint.
+
+    By a server, by a server with an environment, and by a copy of the model in each process, of weights in shards.
+    """
+    plan, cases = [], {"ahead": "none", "turns_ahead": "none", "here_ahead": "full"}
+    for case, shard in cases.items():
+        runs.train(case, "none", tmp_path / f"{case}-alone", 4, False)
+        through, then = f"{case}-through", f"{case}-then"
+        plan += [
+            [case, shard, through, 4, False],
+            ["copy", through, then],
+            ["forget", then],
+            [case, shard, then, 4, True],
+        ]
+    launched(2, tmp_path, [*plan, ["copy", "ahead-through", "ahead-one"], ["forget", "ahead-one"]])
+    runs.train("ahead", "none", tmp_path / "ahead-one", 4, True)  # one process goes on with the queue of two
+    assert apart(tmp_path / "ahead-through", tmp_path / "ahead-one") < 1e-5
+    ages = [entry["staleness/mean"] for entry in read_metrics(tmp_path / "ahead-one" / "metrics.jsonl")]
+    assert ages == [0, 1, 1, 1]
+    for case in cases:
+        alone, through, then = (tmp_path / f"{case}-{how}" for how in ("alone", "through", "then"))
+        assert apart(through, then) == 0
+        assert apart(through, alone) < 1e-5
+        wanted, found, again = (read_metrics(folder / "metrics.jsonl") for folder in (alone, through, then))
+        for one, other, single in zip(found, again, wanted, strict=True):
+            assert (one["loss"], one["mismatch_kl"]) == (other["loss"], other["mismatch_kl"])
+            assert one["reward/mean"] == pytest.approx(single["reward/mean"])
+            assert one["staleness/mean"] == single["staleness/mean"]
+        assert any(entry["mismatch_kl"] > 1e-6 for entry in found)  # the completions are older than the weights

@@ -171,6 +171,7 @@ TIMES = ("tokens_per_second", "environment/seconds", "eval/environment/seconds")
 SERVED = {
     "served": served(0, importance_cap=2.0, old_logps="auto"),
     "served-again": served(1, reward_fn=rarely, resample_rounds=1),
+    "served-turns": served(4, environment=Turns, reward_fn=None, max_new_tokens=3),
     "served-lora": served(2, lora={"r": 2}, sync="lora"),
     "served-distill": lambda **more: distill(
         lambda **changes: llama(eos_token_id=EOS, **changes), rollout_server=os.environ["STROP_TEST_SERVERS"].split()[3]

@@ -88,7 +88,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
     grpo = GRPO(model=llama().cuda(), reward_fn=share_of_even, group_size=4, max_new_tokens=8, kl_coef=0.1, top_k=top_k,
                 micro_batch_tokens=60)  # fmt: skip
     grpo.train_step(PROMPTS)  # what is asked once: whether the head gives the logits
-    lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
+    lines = grpo.draw(grpo.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
     with without_waiting():
         grpo.score(lines)
     assert lines[0].old_logps_t.is_cuda == (top_k > 0)  # recomputed; else those of sampling
@@ -99,7 +99,7 @@ def test_scoring_does_not_wait_for_the_gpu(top_k, monkeypatch):
         torch.testing.assert_close(line.old_logps_t.cuda(), wanted, rtol=1e-3, atol=1e-4 if top_k else 1e-3)
     online = OnlineDPO(model=llama().cuda(), reward_fn=share_of_even, max_new_tokens=6)
     online.train_step(PROMPTS)
-    lines = online.draw(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)))
+    lines = online.draw(online.prepare([{"prompt": p} for p in PROMPTS]), range(len(PROMPTS)), 0)
     with without_waiting():
         online.score(lines)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 
 import peft
 import pytest
@@ -20,9 +21,8 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.online_dpo import OnlineDPO
 from strop.environments import Environment, Player, Turn
 from strop.models import as_policy
-from strop.rewards import RewardError
 from strop.rollout import Rollout, Sampling, generate
-from strop.rollout.client import Server, ServerConfig, ServerError, Weights
+from strop.rollout.client import Server, ServerConfig, ServerError, ServerPool, Weights
 from strop.rollout.openai_server import OpenAIServer
 from strop.rollout.served_model import ServedModel
 from strop.rollout.server_sampler import Sampler, ServerSampler
@@ -378,7 +378,7 @@ def test_a_server_that_is_gone_is_an_error_that_names_it_and_why(start):
     client = served(model, running)
     client(PROMPTS, GREEDY, 1, 0)
     running.stop()
-    client.servers[0].config = ServerConfig(server_timeout=0.5)
+    client.pool.servers[0].config = ServerConfig(server_timeout=0.5)
     began = time.monotonic()
     with pytest.warns(UserWarning, match="ConnectionRefusedError"), pytest.raises(
         ServerError, match=rf"{running.url} does not answer .*ConnectionRefusedError.*; given up after 0.5 s"
@@ -412,7 +412,13 @@ def test_a_signal_is_heard_while_every_server_fails():
     config = ServerConfig(rollout_server=f"http://127.0.0.1:{free_port()}", server_start_timeout=4.0)
     rollouts = ServerSampler(as_policy(model), config, model.save_pretrained)
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(time.monotonic()))
-    timer = threading.Timer(1.5, signal.raise_signal, [signal.SIGTERM])
+
+    def tell():
+        while not rollouts.pool.is_stuck:
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGTERM)
+
+    timer = threading.Thread(target=tell)
     try:
         timer.start()
         with Interruption() as interruption, pytest.warns(UserWarning, match="asked again"):  # noqa: SIM117
@@ -531,8 +537,6 @@ def test_a_good_answer_is_taken(start):
         ({"rollout_server": "127.0.0.1:8000"}, "rollout_server must be like http://127.0.0.1:8000, found '127.0.0.1:8000'"),
         ({"rollout_server": ("http://a", "ftp://b")}, "found 'ftp://b'"),
         ({"rollout_server": "http://a", "sync": "disc"}, "sync must be one of 'disk', 'lora', found 'disc'; did you mean 'disk'"),
-        ({"rollout_server": "http://a", "max_staleness": 2}, "max_staleness must be 0 or 1, found 2"),
-        ({"max_staleness": 1}, "max_staleness must be 0 without a rollout_server, found 1"),
         ({"server_timeout": 0.0}, "server_timeout must be"),
         ({"server_requests": 0}, "server_requests must be at least 1"),
         ({"sync_tolerance": 0.0}, "sync_tolerance must be"),
@@ -627,94 +631,104 @@ def test_an_environments_turns_are_requests_of_their_own(start):
     assert max(len(line.turns) for line in here) == 2
 
 
-# ---- one step ahead ----
-
-
-def stale_run(start, algorithm, **options):
-    """A trainer of four steps of two prompts, one step ahead, and its server."""
-    model = make_model()
-    running = start(model)
-    made = algorithm(
-        model=model, reward_fn=reward, learning_rate=1e-2, max_new_tokens=6, batch_size=2, num_steps=4, save_every=2,
-        keep_checkpoints=0, rollout_server=running.url, max_staleness=1, **options,
-    )  # fmt: skip
-    return made, running
-
+# ---- ahead of training ----
 
 ROWS = [{"prompt": [4 + i, 3]} for i in range(5)]
 
 
-def test_one_step_ahead_samples_with_the_weights_before(start):
-    grpo, running = stale_run(start, GRPO, group_size=4, kl_coef=0.0, importance_cap=2.0)
-    seen = []
-    kept = grpo.step
+def ahead(start, algorithm=GRPO, max_staleness=1, servers=1, **options):
+    """A trainer of six steps of two prompts, and its servers."""
+    model = make_model()
+    running = [start(model) for _ in range(servers)]
+    known = {
+        "learning_rate": 1e-2,
+        "max_new_tokens": 6,
+        "batch_size": 2,
+        "num_steps": 6,
+        "save_every": 2,
+        "keep_checkpoints": 0,
+    }
+    known |= {"group_size": 4, "kl_coef": 0.0, "importance_cap": 2.0} if algorithm is GRPO else {}
+    if "environment" not in options:
+        known["reward_fn"] = reward
+    urls = [one.url for one in running]
+    made = algorithm(model=model, rollout_server=urls, max_staleness=max_staleness, **known | options)
+    return made, running
 
-    def step(prompts):
-        seen.append(([p.ids_T.tolist() for p in prompts], copy.deepcopy(grpo.model).state_dict()))
-        return kept(prompts)
 
-    grpo.step = step
-    rollouts = []
-    grpo.score = lambda lines, score=grpo.score: (rollouts.append(Rollout(lines)), score(lines))[1]
-    history = grpo.train(ROWS)
+def seen_by(grpo):
+    """Return lists that fill with the weights before each step and the trajectories of each step."""
+    weights, rollouts, step, score = [], [], grpo.step, grpo.score
+    grpo.step = lambda prompts: (weights.append(copy.deepcopy(grpo.module.state_dict())), step(prompts))[1]
+    grpo.score = lambda lines: (rollouts.append(lines), score(lines))[1]
+    return weights, rollouts
+
+
+def check_logps(lines, policy):
+    from strop.data.batch import TokenBatch
+
+    with torch.no_grad():
+        wanted = policy.logps(TokenBatch.of(lines))
+    torch.testing.assert_close(torch.cat([one.rollout_logps_t for one in lines]), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_a_step_ahead_samples_with_the_weights_that_the_schedule_says(start, max_staleness):
+    grpo, (running,) = ahead(start, max_staleness=max_staleness)
+    weights, rollouts = seen_by(grpo)
+    history = grpo.train(ROWS, progress=False)
     mismatch = [step["mismatch_kl"] for step in history.steps]
     assert mismatch[0] < 1e-9  # the first batch is drawn when it is needed
     assert all(one > 1e-7 for one in mismatch[1:])
     assert all("importance/mean" in step for step in history.steps)
-    assert running.paths.count("/collective_rpc") == 3  # the last step's weights sample nothing
-    other = make_model()
-    for number, ((prompts, _), rollout) in enumerate(zip(seen, rollouts, strict=True)):
-        assert [p.tolist() for p in rollout.prompt_ids[::4]] == prompts
-        other.load_state_dict(seen[max(0, number - 1)][1])  # of the step before
-        check_logps(rollout, as_policy(other), grpo.config.sampling)
+    assert running.paths.count("/collective_rpc") == 6 - max_staleness  # the last steps' weights sample nothing
+    other = as_policy(make_model())
+    for number, lines in enumerate(rollouts):
+        version = max(0, number - max_staleness)
+        assert {one.versions for one in lines} == {(version,)}
+        other.inner.load_state_dict(weights[version])
+        check_logps(lines, other)
+    folders = [path for path in grpo.sampler._folder.iterdir() if not path.name.startswith(".")]
+    assert len(folders) <= 2  # those that no rollout needs are gone
 
 
-def check_logps(rollout, policy, sampling):
-    from strop.data.batch import TokenBatch
-
-    with torch.no_grad():
-        wanted = policy.logps(TokenBatch.of(rollout), temperature=sampling.temperature)
-    torch.testing.assert_close(torch.cat(rollout.logps), wanted, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("algorithm", [GRPO, OnlineDPO])
+@pytest.mark.parametrize(("algorithm", "options"), [(GRPO, {}), (GRPO, {"environment": Partner}), (OnlineDPO, {})])
 @pytest.mark.parametrize("how", ["killed", "failed"])
-def test_resuming_one_step_ahead_is_exact(start, tmp_path, algorithm, how):
+def test_resuming_ahead_is_exact(start, tmp_path, algorithm, options, how):
     """The checkpoint has the completions that were under way, or in a step that failed: of weights that are no more."""
-    options = {"group_size": 4, "importance_cap": 2.0} if algorithm is GRPO else {}
-    whole, _ = stale_run(start, algorithm, **options)
+    whole, _ = ahead(start, algorithm, 2, **options)
     whole.train(ROWS, output_dir=tmp_path / "whole")
     folder = tmp_path / "whole"
     if how == "failed":
         folder = tmp_path / "failed"
-        made, _ = stale_run(start, algorithm, **options)
-        calls = []
+        made, _ = ahead(start, algorithm, 2, **options)
+        learn = made.learn
 
-        def fails(completions):
-            calls.append(1)
-            if len(calls) == 3:
-                raise OSError("the judge is out")
-            return reward(completions)
+        def fails(*given):
+            if made.state.step == 2:
+                raise OSError("the disk is full")
+            return learn(*given)
 
-        made.rewards = type(made.rewards)(fails)
-        with pytest.raises(RewardError, match="the judge is out"):
+        made.learn = fails
+        with pytest.raises(OSError, match="the disk is full"):
             made.train(ROWS, output_dir=folder)
-    resumed = algorithm.from_checkpoint(folder / "checkpoints/step-00000002.safetensors", reward_fn=reward)
+    given = options or {"reward_fn": reward}
+    resumed = algorithm.from_checkpoint(folder / "checkpoints/step-00000002.safetensors", **given)
     assert resumed.state.step == 2
-    resumed.sampler.servers = [Server(start(make_model()).url, resumed.config.server)]
+    resumed.sampler.pool = ServerPool([Server(start(make_model()).url, resumed.config.server)])
     resumed.train(ROWS)
-    assert resumed.state.step == 4
+    assert resumed.state.step == 6
     for name, value in whole.module.state_dict().items():
         assert value.equal(resumed.module.state_dict()[name]), name
 
 
-def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
-    grpo, running = stale_run(start, GRPO, group_size=4)
+def test_a_server_that_is_gone_ahead_leaves_a_checkpoint(start, tmp_path):
+    grpo, (running,) = ahead(start)
     learns = grpo.learn
 
     def learn(*given):
         if grpo.state.step == 1:
-            grpo.sampler.servers[0].config = ServerConfig(server_timeout=0.5)
+            grpo.sampler.pool.servers[0].config = ServerConfig(server_timeout=0.5)
             running.stop()
         return learns(*given)
 
@@ -724,8 +738,124 @@ def test_a_server_that_dies_one_step_ahead_leaves_a_checkpoint(start, tmp_path):
         grpo.train(ROWS, output_dir=tmp_path)
     assert "the run up to step 2 is in" in raised.value.__notes__[0]
     resumed = GRPO.from_checkpoint(tmp_path / "checkpoints/step-00000002.safetensors", reward_fn=reward)
-    resumed.sampler.servers = [Server(start(make_model()).url, resumed.config.server)]
+    resumed.sampler.pool = ServerPool([Server(start(make_model()).url, resumed.config.server)])
+    assert len(resumed.train(ROWS).steps) == 4
+
+
+class Disturbed:
+    """Spoils what a server does once, while the queue is full: when the trainer is at step 2."""
+
+    def __init__(self, how, running, model):
+        self.how, self.running, self.model, self.hits = how, running, copy.deepcopy(model), 0
+        running.spoil = self
+        self.at = -1
+
+    def __call__(self, path, body):
+        if self.at < 2 or self.hits or path != "/v1/completions" or "prompt_logprobs" in body:
+            return None
+        self.hits += 1
+        if self.how == "hangs":
+            time.sleep(3)  # longer than server_timeout; its answer comes when nobody listens
+            return None
+        if self.how == "replaced":  # by a server at the same address with the weights of the beginning
+            self.running.served.queue.call(
+                lambda: self.running.served.policy.model.load_state_dict(self.model.state_dict())
+            )
+        return "dies"
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "replaced"])
+@pytest.mark.parametrize("order", ["deterministic", "throughput"])
+def test_a_server_disturbed_while_the_queue_is_full_loses_nothing(start, how, order):
+    """Another server and the same one later do its work: every prompt is trained on once, with the weights it names.
+
+    In order the run is that without a disturbance, bit for bit.
+    """
+    options = {"max_staleness": 2, "servers": 2, "server_timeout": 2.0, "server_requests": 2, "order": order}
+    rows = [{"prompt": [4 + i, 3]} for i in range(12)]
+    found = []
+    for disturbed in (False, True):
+        grpo, running = ahead(start, num_epochs=1, **options)
+        weights, rollouts = seen_by(grpo)
+        if disturbed:
+            # one that hangs is given up, so another must be left
+            spoilers = [Disturbed(how, one, grpo.module) for one in running[: 1 if how == "hangs" else 2]]
+            step = grpo.step
+
+            def watched(prompts, grpo=grpo, spoilers=spoilers, step=step):
+                for one in spoilers:
+                    one.at = grpo.state.step
+                return step(prompts)
+
+            grpo.step = watched
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            steps = grpo.train(rows, progress=False).steps
+        if disturbed:
+            assert any(one.hits for one in spoilers)
+        starts = [lines[i].ids_T[0].item() for lines in rollouts for i in range(0, 8, 4)]
+        dropped = sum(one["staleness/dropped_groups"] for one in steps)
+        if not dropped:
+            assert sorted(starts) == [4 + i for i in range(12)]
+        other = as_policy(make_model())
+        for lines in rollouts:
+            for one in lines:
+                other.inner.load_state_dict(weights[one.versions[0]])
+                check_logps([one], other)
+        found.append(grpo.module.state_dict())
+    if order == "deterministic":
+        for name, value in found[0].items():
+            assert value.equal(found[1][name]), name
+
+
+def test_a_server_that_keeps_the_old_weights_ahead_is_told(start, monkeypatch, tmp_path):
+    """And what the queue held is trained on after a resume with a server that loads them."""
+    grpo, (running,) = ahead(start, max_staleness=2)
+    step = grpo.step
+
+    def spoil(prompts):
+        if grpo.state.step == 2:
+            monkeypatch.setattr(running.served, "reload_weights", lambda path: None)
+        return step(prompts)
+
+    grpo.step = spoil
+    with pytest.raises(ServerError, match="found the old ones"):
+        grpo.train(ROWS, output_dir=tmp_path)
+    assert grpo.state.step == 4  # the batches that were sampled before were trained on
+    monkeypatch.undo()
+    resumed = GRPO.from_checkpoint(tmp_path / "checkpoints/step-00000004.safetensors", reward_fn=reward)
+    resumed.sampler.pool = ServerPool([Server(start(make_model()).url, resumed.config.server)])
     assert len(resumed.train(ROWS).steps) == 2
+
+
+def test_a_server_works_with_one_version_of_the_weights_at_a_time(start):
+    """It is told to load others only when it has answered all requests with the last."""
+    grpo, running = ahead(start, max_staleness=2, servers=2, order="throughput", server_requests=3, num_steps=8)
+    log, lock = [], threading.Lock()
+
+    def watch(number):
+        def spoil(path, body):
+            with lock:
+                log.append((number, "load" if path == "/collective_rpc" else "ask" if body.get("n") == 4 else "other"))
+            if body.get("n") == 4:
+                time.sleep(0.02)
+                with lock:
+                    log.append((number, "answered"))
+
+        return spoil
+
+    for number, one in enumerate(running):
+        one.spoil = watch(number)
+    grpo.train(ROWS, progress=False)
+    for number in range(2):
+        open_requests, loads = 0, 0
+        for which, what in log:
+            if which != number:
+                continue
+            open_requests += {"ask": 1, "answered": -1}.get(what, 0)
+            loads += what == "load"
+            assert what != "load" or not open_requests
+        assert loads >= 2
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:x", "http://a:99999", 5, "ftp://a"])

@@ -99,23 +99,26 @@ def test_any_object_is_json_mode(served):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_log_probs_are_those_of_the_allowed_tokens(policy, temperature):
-    """Every token's log-prob, from a forward over the whole reply with what is not allowed left out."""
+    """Every token's log-prob and the most probable ones, from a forward over the whole reply without what is not allowed."""
     grammar = Grammars(policy.tokenizer, policy.vocab_size, policy.eos_ids).of_schema(SCHEMA)
     queue = SamplingQueue(policy)
     sampling = Sampling(max_new_tokens=200, temperature=temperature)
     prompt = policy.tokenizer.encode("abc")
-    (one,) = queue.submit(SamplingRequest(prompt=prompt, sampling=sampling, grammar=grammar, seed=5)).result(60)
+    asked = SamplingRequest(prompt=prompt, sampling=sampling, grammar=grammar, seed=5, num_top=3)
+    (one,) = queue.submit(asked).result(60)
     queue.close()
     with torch.no_grad():
         logits_TV = policy.model(torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1]
     matcher = grammar.matcher()
-    for token, logp, logits_V in zip(one.ids, one.logps, logits_TV, strict=True):
+    for token, logp, top, logits_V in zip(one.ids, one.logps, one.top, logits_TV, strict=True):
         allowed_V = restricted(torch.zeros(1, len(logits_V)), allowed_bits([matcher]))[0] == 0
         assert allowed_V[token]
         assert not allowed_V.all()
         wanted_V = logits_V.masked_fill(~allowed_V, -torch.inf).log_softmax(-1)
         assert logp == pytest.approx(wanted_V[token].item(), abs=1e-5)
         assert temperature or token == wanted_V.argmax()
+        assert [id for id, _ in top] == wanted_V.topk(min(3, int(allowed_V.sum()))).indices.tolist()
+        assert [logp for _, logp in top] == pytest.approx([wanted_V[id].item() for id, _ in top], abs=1e-5)
         matcher.take(token)
     assert matcher.ended
 
@@ -149,7 +152,7 @@ WAYS = {
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("name", WAYS)
 def test_every_engine_draws_from_the_allowed_tokens(policy, name, temperature):
-    """Rows with two grammars and without one, side by side; log-probs are held against a forward of the whole row."""
+    """Rows with two grammars and without one, side by side; log-probs are held against forwards."""
     make, complete = WAYS[name]
     policy = policy if make is None else make(policy.tokenizer)
     grammars = Grammars(policy.tokenizer, policy.vocab_size, policy.eos_ids)
@@ -164,9 +167,12 @@ def test_every_engine_draws_from_the_allowed_tokens(policy, name, temperature):
     assert policy.tokenizer.decode(ids_B[2], skip_special_tokens=True) == '"abcdef"'
     for row, (rules, matcher) in enumerate(zip((long, None, short, long), matchers, strict=True)):
         ids, follows = ids_B[row].tolist(), None if rules is None else rules.matcher()
+        ends = (
+            range(1, len(ids) + 1) if name == "sides" else [len(ids)]
+        )  # a token's side is that of the row as it ended there
         with torch.no_grad():
-            batch = TokenBatch.of([Trajectory.of(prompts[row], ids_B[row])])
-            logits_TV = policy.logits(batch).float()
+            parts = [policy.logits(TokenBatch.of([Trajectory.of(prompts[row], ids_B[row][:end])])) for end in ends]
+        logits_TV = (parts[0] if len(parts) == 1 else torch.stack([part[-1] for part in parts])).float()
         for token, logp, logits_V in zip(ids, logps_B[row].tolist(), logits_TV, strict=True):
             allowed_1V = logits_V[None] if follows is None else restricted(logits_V[None], allowed_bits([follows]))
             wanted_V = allowed_1V[0].log_softmax(-1)
@@ -235,8 +241,6 @@ def test_bad_formats_are_refused(served, found, match):
 
 
 def test_what_json_mode_cannot_do_is_refused(served):
-    with pytest.raises(RequestError, match="top_logprobs must be 0 with response_format"):
-        parse_chat_request({**CHAT, "logprobs": True, "top_logprobs": 2, "response_format": FORMAT}, served)
     letters = ServedModel(as_policy(tiny_moe(), CharTokenizer("0123456789+= ")), "moe")
     try:
         with pytest.raises(ValueError, match="needs a fast tokenizer of transformers, found a CharTokenizer"):
@@ -410,7 +414,6 @@ def test_forced_calls_and_free_text_are_decoded_together(caller):
         ({"tool_choice": "required", "tools": None}, "tools must be given for tool_choice 'required'"),
         ({"tool_choice": NAMED, "tools": []}, "tools must be given"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "must be text where a call is forced"),
-        ({"tool_choice": "required", "logprobs": True, "top_logprobs": 2}, "top_logprobs must be 0 with a forced call"),
         ({"parallel_tool_calls": False}, "must be true where no call is forced"),
         ({"parallel_tool_calls": 0}, "must be true or false"),
         ({"tool_choice": "required", "messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from strop._types import Array, Texts
+from strop._types import Array, Json, Texts
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import DistillConfig
 from strop.config.on_policy import BETAS
@@ -111,7 +111,7 @@ class Distill(OnPolicy):
     def evaluate_on(self, rows: list[Any]) -> Metrics:
         """Return the mean divergence on completions made as in a training step."""
         trajectories: list[Trajectory] = []
-        with self.sampler.ready():
+        with self.sampling():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
                 trajectories += self._mixed([rows[i] for i in part], part, "evaluation")[0]
         num_tokens, sums = sum(one.num_loss_tokens for one in trajectories), []
@@ -123,10 +123,12 @@ class Distill(OnPolicy):
 
     # ---- a step ----
 
-    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
+    ) -> tuple[list[Trajectory], Metrics]:
         """Return a completion of each prompt, the student's or another, and the student's share as a metric."""
         with self.phase("generate"):
-            trajectories, num_own = self._mixed(prompts, addresses, self.state.step)
+            trajectories, num_own = self._mixed(prompts, addresses, step)
         return trajectories, {"distill/on_policy_fraction": Mean(num_own, len(trajectories))}
 
     def _mixed(
@@ -141,7 +143,6 @@ class Distill(OnPolicy):
             if config.on_policy > 0:  # in all processes, also in one without rows: they may share a server
                 places = [addresses[i] for i in own]
                 found = self.complete([prompts[i] for i in own], config.sampling, 1, self.seed_of(step), places)
-                self.samples = sample_table(reward_columns(found, self.policy.tokenizer))
                 for i, trajectory in zip(own, found, strict=True):
                     trajectories[i] = trajectory
             if config.on_policy < 1 and config.off_policy == "teacher":
@@ -151,8 +152,15 @@ class Distill(OnPolicy):
                         seed = self.seed_of(step, "teacher")
                         found = generate(reference, ids, config.sampling, seed=seed, addresses=places)
                         for i, trajectory in zip(others, found, strict=True):
+                            trajectory.rollout_logps_t = None  # not the student's
                             trajectories[i] = trajectory
         return trajectories, len(own)
+
+    def reward(self, trajectories: Sequence[Trajectory]) -> list[Json]:
+        """Return the student's completions as samples, and {} for others. There are no rewards."""
+        own = [one for one in trajectories if one.rollout_logps_t is not None]
+        table = iter(sample_table(reward_columns(own, self.policy.tokenizer)))
+        return [{} if one.rollout_logps_t is None else next(table) for one in trajectories]
 
     def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once; return the metrics."""

@@ -64,7 +64,7 @@ class GRPO(PolicyGradient):
         self._importance: Metrics = {}
 
     def resample(
-        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
     ) -> Metrics:
         """Replace groups whose rewards are all equal; return their share before that.
 
@@ -79,7 +79,9 @@ class GRPO(PolicyGradient):
         prompts, num_further = list(prompts), 0
         for attempt in range(1, config.resample_rounds + fill_rounds + 1):
             again = self._without_signal(trajectories).nonzero().flatten().tolist()
-            everywhere = self.of_all([addresses[i] for i in again])
+            everywhere = [addresses[i] for i in again]
+            if self.queue is None:
+                everywhere = self.of_all(everywhere)
             if not everywhere:  # all processes continue while one has to: they may share a server
                 break
             if attempt > config.resample_rounds:
@@ -88,7 +90,7 @@ class GRPO(PolicyGradient):
                 num_further += len(further)
                 for i in again:
                     prompts[i] = further[addresses[i]]
-            new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], attempt)
+            new = self.draw([prompts[i] for i in again], [addresses[i] for i in again], step, attempt)
             self.reward(new)
             for number, group in enumerate(again):
                 trajectories[group * size : (group + 1) * size] = new[number * size : (number + 1) * size]
@@ -172,7 +174,7 @@ class GRPO(PolicyGradient):
 def without_signal(trajectories: Sequence[Trajectory], group_size: int, each: bool = False) -> torch.Tensor:
     """Return [P] bool: True where all rewards of a group are equal, with `each` those of every function."""
     rewards = [list(one.rewards.values()) if each else [one.reward] for one in trajectories]
-    groups_PGK = torch.tensor(rewards).view(-1, group_size, len(rewards[0]))
+    groups_PGK = torch.tensor(rewards).view(-1, group_size, len(rewards[0]) if rewards else 1)
     smallest_PK = groups_PGK.nan_to_num(nan=torch.inf).amin(1)  # NaN: a reward that failed
     return (groups_PGK.nan_to_num(nan=-torch.inf).amax(1) <= smallest_PK).all(1)
 

@@ -18,7 +18,7 @@ import torch
 from strop._types import Array, Json, State, Texts
 from strop.config import KTOConfig
 from strop.data.batch import TokenBatch, Trajectory, on_device
-from strop.data.formats import PreparedRows, check_rows
+from strop.data.formats import PreparedRows, at_place, check_rows
 from strop.data.inputs import Ids, as_dicts, completion_rows, fit, is_written, prompt_rows
 from strop.data.offline import Limits, as_array, as_label, unpaired_rows
 from strop.data.tokenize import LossMask, encode_rows
@@ -62,8 +62,11 @@ class KTO(Trainer):
     def check_columns(self, rows: Sequence[Any], name: str) -> None:
         check_rows(rows, self.formats, where=name, what='KTO, with a column "label", true or false,')
         for i, row in enumerate(rows):
-            if "chosen" not in row:
-                as_label(row.get("label"), f"{name}[{i}]")
+            try:
+                if "chosen" not in row:
+                    as_label(row.get("label"), f"{name}[{i}]")
+            except TypeError as error:
+                raise at_place(error, rows, i) from None
 
     def prepare(self, rows: Sequence[Any], name: str = "dataset") -> list[Trajectory]:
         """Return a trajectory for each labelled row, two for a pair."""

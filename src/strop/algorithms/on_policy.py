@@ -16,10 +16,11 @@ B completions of the whole batch, of which this process may have a part; complet
 
 import contextlib
 import functools
+import itertools
 import random
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,11 +42,16 @@ from strop.rewards import (
     reward_columns,
     sample_table,
 )
-from strop.rollout.generate import ENDED, End, checked_prompts, completion_metrics, ends_of
+from strop.rewards.functions import is_async
+from strop.rollout.generate import ENDED, Captured, End, checked_prompts, completion_metrics, ends_of
 from strop.rollout.sampling import Sampling
-from strop.rollout.server_sampler import ServerSampler, make_sampler
+from strop.rollout.server_sampler import make_sampler
 from strop.sample_metrics import answer_of, interval, sample_metrics
 from strop.training.trainer import Largest, Mean, Metrics, Sum, Trainer, Update
+from strop.training.trajectory_queue import Group, StepNeeds, TrajectoryQueue
+
+MAX_THREADS = 256  # which sample groups one by one
+Result = TypeVar("Result")
 
 
 class WholeBatch(NamedTuple):
@@ -82,6 +88,9 @@ class OnPolicy(Trainer):
         if self.samples_in_16_bits:
             _check_rollout_dtype(self.policy)
         self.sampler = make_sampler(self, config.server, getattr(config, "replay_routing", False))
+        self.led = self.world.size > 1 and bool(config.server.urls)  # the first process samples for all
+        self.in_order = config.server.order == "deterministic"
+        self.present: Captured | None = None  # the weights of an evaluation that goes through the queue
         self.rewards: RewardFunctions | EnvironmentRewards | None = None
         self.preference: PreferenceFunction | None = None
         if reward_fn is not None:
@@ -97,6 +106,7 @@ class OnPolicy(Trainer):
         self.any_format = self.player is not None
         if self.player is not None and self.preference is None:
             self.rewards = EnvironmentRewards(self.rewards, self.player)
+        self.queue = self._make_queue() if config.server.max_staleness else None
 
     @property
     def num_samples(self) -> int:
@@ -153,32 +163,44 @@ class OnPolicy(Trainer):
     # ---- a step ----
 
     def step_on(self, rows: list[Any]) -> Metrics:
-        return self.step(rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows"))
+        return self.step(self._prompts(rows))
+
+    def _prompts(self, rows: list[Any]) -> list[Trajectory]:
+        """Return rows of the dataset as prompts."""
+        return rows if isinstance(rows[0], Trajectory) else self.prepare(rows, "rows")
 
     def step(self, prompts: list[Trajectory]) -> Metrics:
         """Train on this process's share of the prompts; return the metrics."""
         mine = self.share(len(prompts))
-        with self.sampler.ready():
-            trajectories, metrics = self.sample(prompts[mine.start : mine.stop], mine)
-        self.score(trajectories)
-        self.reward(trajectories)
+        ahead = self.queue if self.queue is not None and self.run.has_rows else None
+        if ahead is not None:
+            trajectories, metrics = self.take(ahead, len(prompts), mine)
+            self.score(trajectories)
+        else:
+            with self.sampling():
+                trajectories, metrics = self.sample(prompts[mine.start : mine.stop], mine, self.state.step)
+            self.score(trajectories)
+            self.samples = [sample for sample in self.judged(self.reward, trajectories) if sample]
         batch = self.whole_batch(trajectories, mine.start * self.num_samples)
         metrics |= {} if batch.rewards is None else batch.rewards.metrics
         metrics |= completion_metrics(batch.ends)
         self.advantages(trajectories, batch)
-        metrics |= self.own_metrics(trajectories)
+        if ahead is None:
+            metrics |= self.judged(self.own_metrics, trajectories)
         return metrics | self.learn(trajectories, batch) | self.metrics_of(trajectories)
 
-    def sample(self, prompts: Sequence[Trajectory], addresses: Sequence[int]) -> tuple[list[Trajectory], Metrics]:
+    def sample(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
+    ) -> tuple[list[Trajectory], Metrics]:
         """Return num_samples completions of each prompt, and metrics.
 
-        addresses: the prompts' positions in the batch.
+        addresses: the prompts' positions in the batch of this step.
         """
-        trajectories = self.draw(prompts, addresses)
-        return trajectories, self.resample(trajectories, prompts, addresses)
+        trajectories = self.draw(prompts, addresses, step)
+        return trajectories, self.resample(trajectories, prompts, addresses, step)
 
     def resample(
-        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int]
+        self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
     ) -> Metrics:
         """Replace completions without a learning signal; return metrics of that. By default all are kept."""
         return {}
@@ -186,15 +208,15 @@ class OnPolicy(Trainer):
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Fill old_logps_t, ref_logps_t or other fields that the loss reads. The host does not wait for the device."""
 
-    def reward(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill `rewards` and `reward` of trajectories without rewards, and `self.samples`."""
+    def reward(self, trajectories: Sequence[Trajectory]) -> list[Json]:
+        """Fill `rewards` and `reward` of trajectories without rewards; return one entry of `self.samples` for each."""
         if self.rewards is None:
-            return
+            return []
         with self.phase("reward"):
             columns = reward_columns(trajectories, self.policy.tokenizer)
             if not all(one.rewards for one in trajectories):
                 self.rewards(columns, trajectories).fill(trajectories)
-            self.samples = sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
+            return sample_table(columns, **Rewards.of(trajectories, self.rewards.names).shown)
 
     def own_metrics(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Return the numbers of metrics_fn, and those that reward functions keep, such as a judge's tokens."""
@@ -225,27 +247,72 @@ class OnPolicy(Trainer):
 
     # ---- sampling ----
 
-    def draw(self, prompts: Sequence[Trajectory], addresses: Sequence[int], *attempt: int) -> list[Trajectory]:
-        """Return a step's rollout. With max_staleness, servers also begin the next step's."""
-        step, how, attempt = self.state.step, (self.config.sampling, self.num_samples), attempt or self.first_attempt
+    def draw(
+        self, prompts: Sequence[Trajectory], addresses: Sequence[int], step: int, *attempt: int
+    ) -> list[Trajectory]:
+        """Return the rollout of a step."""
+        seed = self.seed_of(step, *(attempt or self.first_attempt))
         with self.phase("generate"), self.autocast():
-            trajectories = self.complete(prompts, *how, self.seed_of(step, *attempt), addresses)
-            begins = attempt == self.first_attempt and self.config.server.max_staleness
-            if (
-                begins
-                and isinstance(self.sampler, ServerSampler)
-                and (rows := self.run.upcoming(self.state, self.config.run))
-            ):
-                ahead = self.share(len(rows))
-                seed = self.seed_of(step + 1, *attempt)
-                self.sampler.ahead([rows[i].prompt_ids for i in ahead], *how, seed, ahead)
-            return trajectories
+            return self.complete(prompts, self.config.sampling, self.num_samples, seed, addresses)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Return a context in which `complete` samples with the weights as they are."""
+        if self.queue is None:
+            with self.sampler.ready():
+                yield
+        else:
+            self.present = self.sampler.capture(self.state.step)
+            if not self.in_order:
+                self.sampler.offer(self.present)
+            yield
 
     def complete(
         self, prompts: Sequence[Trajectory], sampling: Sampling, num_samples: int, seed: int,
         addresses: Sequence[int] | None = None,
     ) -> list[Trajectory]:  # fmt: skip
-        """Return num_samples completions of each prompt, or conversations with its environment."""
+        """Return num_samples completions of each prompt, or conversations with its environment.
+
+        All processes call this, and the first one samples for all if they share servers. A thread of the queue calls it alone.
+        """
+        how = sampling, num_samples, seed
+        if self.queue is not None and self.queue.is_here:
+            return self._complete(prompts, *how, addresses)
+        if not self.led:
+            return self._complete_now(prompts, *how, addresses)
+        everyones = self.world.gathered((list(prompts), list(addresses or range(len(prompts)))))
+
+        def parts() -> list[list[Trajectory]]:
+            all_prompts, all_addresses = (
+                [one for some in both for one in some] for both in zip(*everyones, strict=True)
+            )
+            found = self._complete_now(all_prompts, *how, all_addresses)
+            if self.player is not None:  # environments stay in the process that played them, and so do their rewards
+                self.reward(found)
+                for one in found:
+                    one.shown = {name: value for name, value in one.shown.items() if name != "environments"}
+            left = iter(found)
+            return [list(itertools.islice(left, len(some) * num_samples)) for some, _ in everyones]
+
+        return self.world.from_first(parts)[self.world.rank]
+
+    def _complete_now(self, *request: Any) -> list[Trajectory]:
+        """Return the completions, with max_staleness by a thread of the queue, after those that it has begun."""
+        if self.queue is None:
+            return self._complete(*request)
+
+        def call() -> list[Trajectory]:
+            assert self.present is not None
+            self.sampler.use(self.present)
+            with self.autocast():
+                return self._complete(*request)
+
+        return self.queue.call(call)
+
+    def _complete(
+        self, prompts: Sequence[Trajectory], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> list[Trajectory]:  # fmt: skip
         lower = self.samples_in_16_bits
         with torch.autocast(self.policy.device.type, torch.bfloat16) if lower else contextlib.nullcontext():
             if self.player is not None:
@@ -257,6 +324,10 @@ class OnPolicy(Trainer):
             prompt = prompts[i // num_samples]
             trajectory.row, trajectory.shown = prompt.row, prompt.shown
         return trajectories
+
+    def judged(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Return function(*arguments), which calls the user's functions: with max_staleness in the queue's thread for them."""
+        return function(*arguments) if self.queue is None else self.queue.call(function, *arguments, rewards=True)
 
     def parts_of_all(self, num_rows: int, size: int) -> Iterator[range]:
         """Yield this process's rows of a dataset in parts.
@@ -275,17 +346,19 @@ class OnPolicy(Trainer):
         trajectories: list[Trajectory] = []
         answers: list[Hashable] = []
         assert self.rewards is not None
-        with self.sampler.ready():
+        with self.sampling():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size * self.num_samples):
                 with self.autocast():
                     found = self.complete([rows[i] for i in part], sampling, num_samples, 0, part)
                 columns = reward_columns(found, self.policy.tokenizer)
-                self.rewards(columns, found).fill(found)
+                if not all(one.rewards for one in found):
+                    self.judged(self.rewards, columns, found).fill(found)
                 answers += map(answer_of, columns["completions"])
                 trajectories += found
         batch = self.whole_batch(trajectories, 0)
         assert batch.rewards is not None
-        metrics = batch.rewards.metrics | completion_metrics(batch.ends) | self.own_metrics(trajectories)
+        metrics = batch.rewards.metrics | completion_metrics(batch.ends)
+        metrics |= self.judged(self.own_metrics, trajectories)
         if num_samples == 1:
             return metrics
         answers, rewards_PK = self.of_all(answers), batch.rewards.total_B.double().numpy().reshape(-1, num_samples)
@@ -296,16 +369,94 @@ class OnPolicy(Trainer):
             metrics |= {name: of["mean"], f"{name}/low": of["low"], f"{name}/high": of["high"]}
         return metrics
 
-    # ---- checkpoints: rollouts that were begun ----
+    # ---- sampling ahead ----
+
+    def _make_queue(self) -> TrajectoryQueue:
+        """Return the queue. With order="throughput" servers sample every prompt by itself, else those of a step together."""
+        server = self.config.server
+        apart = server.order == "throughput" and bool(server.urls) and not hasattr(self.player, "agent")
+        num_threads = min(MAX_THREADS, (server.max_staleness + 1) * self.config.run.batch_size) if apart else 1
+        all_async = all(map(is_async, self.functions))  # plain functions are called one after the other
+        return TrajectoryQueue(
+            self._sample_ahead, self._reward_ahead, server, self.num_samples, apart=apart, num_threads=num_threads,
+            num_reward_threads=num_threads if all_async else 1,
+        )  # fmt: skip
+
+    def _sample_ahead(
+        self, number: int, prompts: Sequence[Trajectory], addresses: Sequence[int], captured: Captured
+    ) -> tuple[list[Trajectory], Metrics]:
+        """Sample with these weights, with order="throughput" with the newest. Called by a thread of the queue."""
+        if self.in_order:
+            self.sampler.use(captured)
+        else:
+            self.sampler.take_up()
+        return self.sample(prompts, addresses, number)
+
+    def _reward_ahead(self, trajectories: Sequence[Trajectory]) -> tuple[list[Json], Metrics]:
+        """Fill the rewards; return samples and metrics. Called by a thread of the queue."""
+        return self.reward(trajectories), self.own_metrics(trajectories)
+
+    def take(self, queue: TrajectoryQueue, num_prompts: int, mine: range) -> tuple[list[Trajectory], Metrics]:
+        """Return this process's share of the trajectories of a step from the queue, and metrics; begin what is due."""
+        state, run = self.state, self.config.run
+        queue.begin_run(self.run.num_runs)
+        needs = StepNeeds(
+            self.run.number(state, run), state.step, state.total_steps, num_prompts if self.led else len(mine)
+        )
+        with self.phase("generate"):
+            is_due = (not self.led or self.world.is_first) and queue.due(needs) is not None
+            captured = self.sampler.capture(state.step) if self.world.any(is_due or not self.in_order) else None
+            if captured is not None and not self.in_order:
+                self.sampler.offer(captured)
+
+            def ready() -> list[Group]:
+                while (due := queue.wait(needs)) is not None:
+                    assert captured is not None
+                    prompts = self._prompts(self.run.rows_of(due.number, state, run))
+                    places = due.places or (range(len(prompts)) if self.led else self.share(len(prompts)))
+                    queue.begin(due.number, [prompts[i] for i in places], places, captured)
+                return queue.take(needs)
+
+            shares = self.world.gathered(mine)
+            groups = self.world.from_first(lambda: _cut(ready(), shares))[self.world.rank] if self.led else ready()
+        self.samples = [sample for group in groups for sample in group.samples if sample]
+        trajectories = [one for group in groups for one in group.trajectories]
+        ages = [state.step - version for one in with_others(trajectories) for version in one.versions]
+        metrics: Metrics = {
+            "staleness/mean": Mean(sum(ages), len(ages)), "staleness/max": Largest(max(ages, default=0)),
+            "staleness/dropped_groups": Sum(queue.num_dropped),
+        }  # fmt: skip
+        queue.num_dropped = 0
+        for name in dict.fromkeys(name for group in groups for name in group.metrics):
+            parts = [group.metrics[name] for group in groups if name in group.metrics]
+            sums = [sum(values) for values in zip(*parts, strict=True)]
+            metrics[name] = Mean(*sums) if len(sums) == 2 else Sum(*sums)
+        return trajectories, metrics
 
     def extra_state(self) -> State:
-        tensors, values = self.sampler.state()
-        return tensors, {**values, "share": [self.world.rank, self.world.size]} if values else {}
+        """Return what was sampled ahead."""
+        if self.queue is None:
+            return {}, {}
+        tensors, values = self.queue.state(self.state.step)
+        return tensors, {**values, "share": self._share} if values else {}
 
     def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
-        own_share = [self.world.rank, self.world.size]
-        if values and values.pop("share", [0, 1]) == own_share:  # other shares have other prompts
-            self.sampler.load_state(tensors, values)
+        # another share has other prompts, which are begun anew
+        fits = values.pop("share", None) == self._share and (not self.led or self.world.is_first)
+        if self.queue is not None and fits:
+            most = (self.queue.max_staleness + 2) * self.config.run.batch_size
+            judge = self.rewards or self.preference
+            names = [judge.name] if isinstance(judge, PreferenceFunction) else [] if judge is None else judge.names
+            self.queue.load_state(tensors, values, most, {*names}, self.policy.check_ids)
+
+    @property
+    def _share(self) -> list[int]:
+        """The part of the prompts that this process samples ahead."""
+        return [0, 1] if self.led else [self.world.rank, self.world.size]
+
+
+def _cut(groups: list[Group], shares: Sequence[range]) -> list[list[Group]]:
+    return [groups[share.start : share.stop] for share in shares]
 
 
 def _check_rollout_dtype(policy: Policy) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strop._types import Json
 from strop.algorithms.dpo import DPO, Pair, counts_of
 from strop.algorithms.on_policy import OnPolicy, WholeBatch
 from strop.config import OnlineDPOConfig
@@ -66,17 +67,17 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
     def evaluate_on(self, rows: list[Any]) -> Metrics:
         """Return DPO's metrics on pairs sampled from the present policy."""
         trajectories: list[Trajectory] = []
-        with self.sampler.ready():
+        with self.sampling():
             for part in self.parts_of_all(len(rows), self.config.run.batch_size):
                 with self.phase("generate"), self.autocast():
                     how = self.config.sampling, 2, self.seed_of("evaluation")
                     trajectories += self.complete([rows[i] for i in part], *how, part)
-        samples = self.samples
-        self.reward(trajectories)
-        self.samples = samples  # keep the samples of the last step
+        self.judged(self.reward, trajectories)
         batch, pairs = self.whole_batch(trajectories, 0), _ordered(self.cut(trajectories))
         metrics = {} if batch.rewards is None else batch.rewards.metrics
-        metrics |= completion_metrics(batch.ends) | _ties(pairs, trajectories) | self.own_metrics(trajectories)
+        metrics |= (
+            completion_metrics(batch.ends) | _ties(pairs, trajectories) | self.judged(self.own_metrics, trajectories)
+        )
         counts = self._counts_of_all(pairs)
         return metrics | (self._evaluate(pairs, counts) if counts[0] else {})
 
@@ -97,15 +98,14 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
                 for trajectory, logps_t in zip(some, batch.split(self.reference.logps(batch)), strict=True):
                     trajectory.ref_logps_t = logps_t
 
-    def reward(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill `reward` and `self.samples`.
+    def reward(self, trajectories: Sequence[Trajectory]) -> list[Json]:
+        """Fill `rewards` and `reward`; return the samples.
 
         With preference_fn the reward of the preferred completion is 1, of the other 0; both have 0.5 if they tie, and NaN if
         the call failed.
         """
         if self.preference is None:
-            super().reward(trajectories)
-            return
+            return super().reward(trajectories)
         with self.phase("reward"):
             rows = reward_columns(trajectories, self.policy.tokenizer)
             columns = {
@@ -114,10 +114,12 @@ class OnlineDPO(OnPolicy, DPO):  # type: ignore[misc]  # takes prompts where DPO
                 if name not in ("completions", "completion_ids")
             }
             completions = rows["completions"]
-            better = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
-            for i, trajectory in enumerate(trajectories):
-                trajectory.reward = 1 - abs(better[i // 2] - i % 2)
-            self.samples = sample_table(rows, preferred=[one.reward == 1 for one in trajectories])
+            if not all(one.rewards for one in trajectories):
+                better = self.preference(list(zip(completions[::2], completions[1::2], strict=True)), columns)
+                for i, trajectory in enumerate(trajectories):
+                    trajectory.reward = 1 - abs(better[i // 2] - i % 2)
+                    trajectory.rewards = {self.preference.name: trajectory.reward}
+            return sample_table(rows, preferred=[one.reward == 1 for one in trajectories])
 
     def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights by DPO's loss on the pairs that do not tie; return the metrics."""

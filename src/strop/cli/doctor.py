@@ -155,6 +155,10 @@ def _operator(op: "Op") -> Finding:
         return Finding(f"operator {op.name}", "broken", f"STROP_BACKEND: {error}")
     if forced and forced[0] not in op.backends():
         return Finding(f"operator {op.name}", "broken", f"{forced[1]} asks for {forced[0]!r}; there are {listed}")
+    if not forced and _is_cpu_build():
+        listed = ", ".join(
+            name for name in op.backends() if name not in ("triton", "exact")
+        )  # both are kernels of Triton
     return Finding(f"operator {op.name}", "ok", listed + (f"; {forced[1]} asks for {forced[0]}" if forced else ""))
 
 

@@ -70,6 +70,13 @@ def generate(
     answers = _answers(best, rows, scored=bool(rewards) or has_environment)
     for answer in answers:
         _show(answer, as_json, alone=len(answers) == 1)
+    if not any(answer["completion"] for answer in answers):
+        told = (
+            ""
+            if job.chat or not getattr(best.policy.tokenizer, "chat_template", None)
+            else "; it has a chat template: --chat"
+        )
+        print(f"strop: the model ended every completion at once{told}", file=sys.stderr)
 
 
 command = with_options(generate, job_options(*OF_JOB))

@@ -114,7 +114,7 @@ class PolicyGradientConfig(RewardOptions):
         for name, wanted, found in (
             ("rollout_server", None, self.server.rollout_server), ("rollout_dtype", None, self.rollout_dtype),
             ("lora", None, self.lora), ("shard", "none", run.shard),
-            ("compile", False, run.compile), ("dropout", False, run.dropout),
+            ("compile", False, run.compile), ("dropout", False, run.dropout), ("max_staleness", 0, self.server.max_staleness),
         ):  # fmt: skip
             if self.exact and found != wanted:
                 why = "with exact, for its sums have an order of their own"
@@ -330,6 +330,8 @@ class DistillConfig(TrainerConfig):
             wanted = "all completions are drawn from the student's whole distribution"
             options = "on_policy 1, temperature above 0, no top_k or top_p"
             raise ValueError(f"divergence must not be 'sampled' unless {wanted}: {options}")
+        if self.server.max_staleness and self.on_policy < 1 and self.off_policy == "teacher":
+            raise ValueError('off_policy must be "dataset" with max_staleness, found "teacher"')
 
     def without_effect(self) -> list[str]:
         idle = self.beta != type(self).beta and self.divergence != "jsd"

@@ -47,13 +47,17 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Config):
-    """Who samples, where it is not this process.
+    """Who samples, and how far ahead of training.
 
     rollout_server    address of an OpenAI-compatible server, or of several with the same model; None samples here
     sync              how weights reach the server: "disk" writes them into a folder, "lora" sends the adapter alone
     sync_folder       the folder for sync=disk, which the server must see too; None is a temporary folder of this machine
     sync_tolerance    how far a server's log-probs may be from the trainer's after a sync, root mean square
-    max_staleness     1 samples the next step's completions while this one trains: they are one step older; 0 waits
+    max_staleness     sample ahead of training: completions may be of weights so many steps older; 0 samples and trains in turns
+    order             of what was sampled ahead: "deterministic" trains on the same completions however long each takes,
+                      "throughput" on those that are ready first, so that runs differ
+    rollout_device    with max_staleness, without rollout_server: the device of the copy of the model that samples ahead, such
+                      as "cuda:1"; None is the model's own
     server_requests   how many prompts one server works on at a time
     server_timeout    give up a server that fails or is silent after so many seconds
     server_start_timeout   give up a server that has never answered, and where nobody listens, after so many seconds
@@ -64,6 +68,8 @@ class ServerConfig(Config):
     sync_folder: str | None = None
     sync_tolerance: float = number(0.3, 0, open_low=True)
     max_staleness: int = count(0)
+    order: str = choice("deterministic", ("deterministic", "throughput"))
+    rollout_device: str | None = None
     server_requests: int = count(32, low=1)
     server_timeout: float = number(300.0, 0, open_low=True)
     server_start_timeout: float = number(5.0, 0, open_low=True)
@@ -73,10 +79,11 @@ class ServerConfig(Config):
         for url in self.urls:
             if not is_address(url):
                 raise ValueError(f"rollout_server must be like http://127.0.0.1:8000, found {url!r}")
-        if self.max_staleness > 1:
-            raise ValueError(f"max_staleness must be 0 or 1, found {self.max_staleness}")
-        if self.max_staleness and not self.urls:
-            raise ValueError("max_staleness must be 0 without a rollout_server, found 1")
+        if self.order != "deterministic" and not self.max_staleness:
+            raise ValueError(f'order must be "deterministic" without max_staleness, found {self.order!r}')
+        if self.rollout_device is not None and (self.urls or not self.max_staleness):
+            why = "with a rollout_server" if self.urls else "without max_staleness"
+            raise ValueError(f"rollout_device must be None {why}, found {self.rollout_device!r}")
 
     @property
     def urls(self) -> tuple[str, ...]:

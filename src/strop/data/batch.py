@@ -45,7 +45,7 @@ class Trajectory:
     rollout_logps_t  log-probs under the sampling distribution; None if the tokens were not sampled
     finish           why sampling ended: "eos", "length", "turns" or "environment"; None if it was not sampled
     routing_TLk      experts chosen at each token by each of L routers, −1 where unknown; None if all are unknown
-    version          version of the weights that sampled it; None if versions are not counted
+    versions         version of the weights that sampled each turn; empty if versions are not counted
     constrained      True if a grammar restricted what could be drawn: old log-probs need a forward
     num_prompt       number of tokens of ids_T before the first completion
     row              the row of the dataset it came from: columns for reward functions
@@ -71,7 +71,7 @@ class Trajectory:
     rollout_logps_t: torch.Tensor | None = None
     finish: str | None = None
     routing_TLk: torch.Tensor | None = None
-    version: int | None = None
+    versions: tuple[int, ...] = ()
     constrained: bool = False
     num_prompt: int = 0
     row: Row = field(default_factory=dict)

@@ -387,8 +387,7 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
                 raise ValueError(f"{_name(where, i)} is {found}, the rows before it {facts.format}; {_found(row)}")
             check_contents(row, _name(where, i))
         except (ValueError, TypeError) as error:
-            place = rows.place if isinstance(rows, Streamed) else None
-            raise type(error)(f"{error} ({place(i)})" if place else str(error)) from None
+            raise at_place(error, rows, i) from None
         facts.num_equal += is_equal_pair(row)
         for role in unknown_roles(row):
             facts.odd_roles[role] = facts.odd_roles.get(role, 0) + 1
@@ -396,6 +395,12 @@ def facts_of(rows: Any, where: str = "") -> RowFacts:
         for name in names:
             facts.column_counts[name] = facts.column_counts.get(name, 0) + counts[names]
     return facts
+
+
+def at_place(error: Exception, rows: object, i: int) -> Exception:
+    """Return the error of row i with its line in the file, where that is known."""
+    place = rows.place if isinstance(rows, Streamed) else None
+    return type(error)(f"{error} ({place(i)})" if place else str(error))
 
 
 def _plain_facts(rows: Any, wanted: str) -> tuple[Counter[Columns], dict[Columns, int], Iterable[tuple[int, Json]]]:

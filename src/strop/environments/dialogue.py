@@ -88,6 +88,7 @@ class Dialogue:
     drawn      True for each token that the model sampled
     logps      log-probs of the sampled tokens
     spans      number of tokens the model sampled in each turn
+    versions   version of the weights that sampled each turn, if versions are counted
     replies    the model's turns as text
     """
 
@@ -99,6 +100,7 @@ class Dialogue:
     drawn: list[bool] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     messages: list[Json] = field(default_factory=list)
     replies: list[Any] = field(default_factory=list)
 
@@ -110,12 +112,15 @@ class Dialogue:
     def is_chat(self) -> bool:
         return is_conversation(self.first)
 
-    def draw(self, ids: Sequence[int], logps: torch.Tensor, special_tokens: bool = False) -> Any:
+    def draw(
+        self, ids: Sequence[int], logps: torch.Tensor, special_tokens: bool = False, versions: Sequence[int] = ()
+    ) -> Any:
         """Append a turn of the model; return its reply."""
         self.ids += ids
         self.drawn += [True] * len(ids)
         self.spans.append(len(ids))
         self.logps.append(logps)
+        self.versions += versions
         said = self.chat.text(ids, special_tokens)
         self.replies.append(said)
         self.messages.append({"role": "assistant", "content": said})
@@ -159,7 +164,8 @@ class Dialogue:
             "replies": self.messages,
         }  # fmt: skip
         ids_T, drawn_T = torch.tensor(self.ids), torch.tensor(self.drawn)
-        return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, num_prompt=self.num_prompt, shown=shown)
+        known: Json = {"num_prompt": self.num_prompt, "shown": shown, "versions": tuple(self.versions)}
+        return Trajectory(ids_T, drawn_T, torch.cat(self.logps), finish, **known)
 
     def conversation(self) -> list[Row]:
         """Return the whole dialogue as messages."""

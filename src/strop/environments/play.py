@@ -139,7 +139,7 @@ class _Play:
         for i, trajectory in zip(ready, drawn, strict=True):
             episode, ids = self.episodes[i], trajectory.completion_ids.tolist()
             special_tokens = getattr(episode.environment, "special_tokens", False)
-            reply = episode.dialogue.draw(ids, trajectory.rollout_logps_t, special_tokens)
+            reply = episode.dialogue.draw(ids, trajectory.rollout_logps_t, special_tokens, trajectory.versions)
             episode.finish = "length" if trajectory.finish == "length" else ""
             self._ask(i, episode.environment.step, reply)
 

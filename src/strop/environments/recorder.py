@@ -399,7 +399,8 @@ class Episode:
             self.recorder.queue.forget(conversation.row)
         whole = cut_at_stop(SampledCompletion(ids=sent.ids, logps=sent.logps, reason=reason), (), served)
         dialogue.append(messages, new)
-        dialogue.draw(sent.ids, torch.tensor(sent.logps, dtype=self.recorder.policy.loss_dtype))
+        logps = torch.tensor(sent.logps, dtype=self.recorder.policy.loss_dtype)
+        dialogue.draw(sent.ids, logps, versions=self.recorder.queue.versions)
         if asked.chat:
             said, _ = chat_message(asked, served, whole)
             conversation.heard = [*map(comparable, asked.given[0]), comparable(parse_message(said, "message"))]
@@ -468,17 +469,20 @@ class AnyName(ServedModel):
 class TrainersQueue(SamplingQueue):
     """A sampling queue that draws in the trainer's thread, in this process or on servers.
 
-    sampler   the trainer's, during a rollout
+    sampler    the trainer's, during a rollout
+    versions   version of the weights of the piece drawn last; empty if versions are not counted
     """
 
     def __init__(self, policy: Policy, max_batch: int):
         super().__init__(policy, max_batch, own_thread=False)
         self.sampler: Sampler | None = None
+        self.versions: tuple[int, ...] = ()
 
     def _draw(self, rows: list[QueueRow]) -> list[QueueRow]:
         assert self.sampler is not None
         self.policy = self.sampler.present
         if not isinstance(self.sampler, ServerSampler):
+            self.versions = () if self.sampler.held is None else self.sampler.held.versions
             return super()._draw(rows)
         prompts = [torch.tensor(row.ids) for row in rows]
         requests = [row.ticket.request for row in rows]
@@ -487,6 +491,7 @@ class TrainersQueue(SamplingQueue):
             prompts, sampling, requests[0].seed, [one.address for one in requests], CachedRows()
         )
         ends = (*self.policy.eos_ids, *sampling.stop_ids)
-        for row, ids, logps in zip(rows, drawn.completion_ids, drawn.logps, strict=True):
+        for row, trajectory, ids, logps in zip(rows, drawn, drawn.completion_ids, drawn.logps, strict=True):
+            self.versions = trajectory.versions
             self._add(row, ids[: row.num_left].tolist(), logps[: row.num_left].tolist(), ends)
         return rows

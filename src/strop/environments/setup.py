@@ -27,8 +27,7 @@ def trainers_player(trainer: Any, environment: Any, tools: Any, agent: Any = Non
     if agent is not None and not (environment is None and tools is None):
         raise ValueError("environment and tools must be None with an agent, which plays and calls tools itself")
     if agent is not None:
-        made: Player | Recorder | None = make_recorder(trainer.policy, trainer.sampler, agent, config.turns)
-        return _checked(made, trainer)
+        return make_recorder(trainer.policy, trainer.sampler, agent, config.turns)
     if environment is None and tools is None:
         if changed := _changed(getattr(config, "turns", TurnsConfig())):
             names = f"{', '.join(changed)} {'have' if len(changed) > 1 else 'has'}"
@@ -36,7 +35,7 @@ def trainers_player(trainer: Any, environment: Any, tools: Any, agent: Any = Non
         return None
     if not hasattr(config, "turns"):
         raise ValueError(f"environment and tools must be None for {trainer.name}: its completions have one turn")
-    return _checked(make_player(trainer.policy, trainer.sampler, environment, tools, config.turns), trainer)
+    return make_player(trainer.policy, trainer.sampler, environment, tools, config.turns)
 
 
 def make_recorder(policy: Policy, sampler: Sampler, agent: Any, turns: TurnsConfig) -> "Recorder":
@@ -50,16 +49,6 @@ def make_recorder(policy: Policy, sampler: Sampler, agent: Any, turns: TurnsConf
             'credit must be "trajectory" with an agent, whose reward is of the whole episode, found "turn"'
         )
     return Recorder(load_function(agent, "agent") if isinstance(agent, str) else agent, sampler, policy, turns)
-
-
-def _checked(made: "Player | Recorder | None", trainer: Any) -> "Player | Recorder | None":
-    """Return the player after a check of the options about servers."""
-    server = trainer.config.server
-    if made is not None and server.max_staleness:
-        raise ValueError(f"max_staleness must be 0 with an {made.reward_name}, found {server.max_staleness}")
-    if made is not None and server.urls and trainer.world.size > 1:
-        raise ValueError(f"rollout_server must be None with an {made.reward_name} in several processes, found one")
-    return made
 
 
 def _changed(turns: TurnsConfig) -> list[str]:

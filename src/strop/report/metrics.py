@@ -59,6 +59,9 @@ METRICS = {
     "ratio/mean": Metric("Mean ratio", "new over old probability", "policy", 16, ratio=True),
     "mismatch_kl": Metric("Rollout against training, KL", "nats per token", "policy", 17),
     "mismatch_ratio_max": Metric("Rollout against training, largest ratio", "", "policy", 18, ratio=True),
+    "staleness/mean": Metric("Age of completions", "steps", "policy", 18.2, from_zero=True),
+    "staleness/max": Metric("Age of the oldest completions", "steps", "policy", 18.3, from_zero=True),
+    "staleness/dropped_groups": Metric("Groups too old", "left out", "policy", 18.4, from_zero=True),
     "routing/changed_fraction": Metric(
         "Experts chosen otherwise", "of tokens in layers", "policy", 18.5, fraction=True
     ),

@@ -39,6 +39,18 @@ class CachedRows:
     def part(self, first: int, end: int) -> "CachedRows":
         return self.of(self.now[first:end])
 
+    def num_tokens(self, row: int) -> int:
+        """Return how many tokens of the row are cached."""
+        if row not in self.rows:
+            return 0
+        cache, at = self.rows[row]  # a tensor and states, or a cache of strop's MoE and a row of it
+        return cache.shape[2] if isinstance(cache, torch.Tensor) else int(cache.lengths_B[at])
+
+    def bytes_per_token(self, row: int) -> int:
+        """Return how many bytes a token of the row takes; 0 if it is not known."""
+        cache, _ = self.rows.get(row, (None, None))
+        return cache[:, :, :1].numel() * cache.itemsize if isinstance(cache, torch.Tensor) else 0
+
 
 @dataclass
 class Extend(Pass):
@@ -101,7 +113,7 @@ def read_on(engine: Any, prompts: Sequence[torch.Tensor], round_: Any, cached: C
     if round_.states:
         read_chunks(engine, prompts, round_, going, most)
         return
-    left = sorted(going, key=lambda i: len(prompts[i]))
+    left = sorted((i for i in going if going[i] < len(prompts[i]) - 1), key=lambda i: len(prompts[i]))
     while left:
         part = left[-max(1, most // len(prompts[left[-1]])) :]
         left = left[: -len(part)]

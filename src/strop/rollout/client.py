@@ -15,7 +15,10 @@ import threading
 import time
 import urllib.parse
 import warnings
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 from strop._types import Json
 from strop.config import ServerConfig
 from strop.models import Policy
+from strop.rollout.generate import Captured
 
 NEEDS = {  # start options a server needs for these paths
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
@@ -55,7 +59,7 @@ class Weights:
     """A version of the weights that servers should have.
 
     logps     the trainer's log-probs of the probe; `old` are those of an earlier version, to tell them apart
-    apart     the largest distance (root mean square) of a server's log-probs from `logps` so far
+    apart     the largest distance (root mean square) of a server's log-probs from `logps` so far; None before the first
     refused   the error of the server that could not load them; no server is offered them again
     """
 
@@ -64,7 +68,7 @@ class Weights:
     probe: list[int]
     logps: torch.Tensor
     old: torch.Tensor | None
-    apart: float = 0.0
+    apart: float | None = None
     refused: ServerError | None = None
 
     def check(self, found: torch.Tensor, url: str, tolerance: float) -> None:
@@ -80,15 +84,17 @@ class Weights:
                 f"{url} must serve the weights of {self.name}, found others: its log-probs of a probe are {apart:.3g} from "
                 f"the trainer's (root mean square), sync_tolerance={tolerance:g}; is it started with the same model?"
             )
-        self.apart = max(self.apart, apart)
+        self.apart = apart if self.apart is None else max(self.apart, apart)
 
     def _differ(self, noise: float) -> bool:
         """Return whether log-probs with this error can distinguish these weights from the old ones."""
         return self.old is not None and _rms(self.logps - self.old) * len(self.logps) ** 0.5 > SIGMAS * noise
 
     @property
-    def baseline(self) -> torch.Tensor:
+    def baseline(self) -> torch.Tensor | None:
         """Log-probs of the version that servers are known to have: this one if they were seen to have left the old."""
+        if self.apart is None:
+            return self.old
         return self.logps if self.old is None or self._differ(self.apart) else self.old
 
 
@@ -108,6 +114,10 @@ class Server:
         self.has_answered = False
         self._nobody_listens = False  # True if the last request found no server
         self._weights: Weights | None = None  # the weights the server has; None after a failure
+        self.num_lost = 0  # how often its weights became unknown
+        self.is_verified = False  # False if it was idle: it may have been restarted, with other weights
+        self.num_sent = 0  # requests that it works on
+        self.sent_with: Weights | None = None  # the weights they were sent with
         self._model = ""  # the name in requests: the model's or the adapter's
         self._turn = threading.Lock()
 
@@ -129,12 +139,13 @@ class Server:
         """
         self.failing_since = self.failing_since or since
         if error.status in (None, 500):
-            self._weights = None
+            self._weights, self.num_lost = None, self.num_lost + 1
 
     def hold(self, weights: Weights) -> None:
         """Load these weights into the server, unless it has them."""
         with self._turn:
-            if self._weights is weights:
+            if self._weights is weights and (self.is_verified or self._still_has(weights)):
+                self.is_verified = True
                 return
             if weights.refused is not None:  # the previous request found that they cannot be loaded
                 raise weights.refused
@@ -148,7 +159,16 @@ class Server:
             except ServerError as error:
                 weights.refused = error
                 raise
-            self._weights = weights
+            self._weights, self.is_verified = weights, True
+
+    def _still_has(self, weights: Weights) -> bool:
+        try:
+            weights.check(self._probe(weights), self.url, self.config.sync_tolerance)
+        except Unreachable:
+            raise
+        except ServerError:
+            return False
+        return True
 
     def _load(self, weights: Weights) -> None:
         if self.config.sync == "disk":
@@ -303,7 +323,7 @@ def _shown(value: object) -> str:
 
 # ---- all of them ----
 
-_waiting: list["Pending"] = []
+_pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()
 
 
 def is_stuck() -> bool:
@@ -311,106 +331,158 @@ def is_stuck() -> bool:
 
     A signal then acts at once, since no step can be finished.
     """
-    return any(pending.is_stuck for pending in _waiting)
+    return any(pool.is_stuck for pool in list(_pools))
 
 
+@dataclass(eq=False)
 class Pending:
-    """Requests in progress.
+    """The requests of one rollout: the answers so far, each with the weights that it was drawn with, or an error.
 
-    Each server has threads that take the next prompt; the prompt of a failed request is taken again.
+    held   returns the weights that a request is sent with
     """
 
-    def __init__(self, servers: list[Server], weights: Weights, requests: list[dict[str, object]], policy: Policy):
-        self._servers, self._requests, self._weights, self._policy = servers, requests, weights, policy
-        self._todo = collections.deque(range(len(requests)))
-        self._found: dict[int, list[Completion]] = {}
-        self._failures: dict[str, str] = {}
-        self._error: BaseException | None = None
-        self._turn = threading.Condition()
-        jobs = [server for server in servers for _ in range(min(server.config.server_requests, len(requests)))]
-        for server in servers:
-            server.failing_since = None
-        self._working = len(jobs)
-        for server in jobs:
-            threading.Thread(target=self._work, args=(server,), daemon=True).start()
+    requests: list[Json]
+    policy: Policy
+    held: Callable[[], Captured]
+    found: dict[int, tuple[list[Completion], Captured]] = field(default_factory=dict)
+    error: BaseException | None = None
 
-    def result(self) -> list[Completion]:
-        """Wait for all completions and return their ids and log-probs, in the order of the requests."""
-        _waiting.append(self)
-        try:
-            return self._result()
-        finally:
-            _waiting.remove(self)
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or len(self.found) == len(self.requests)
+
+
+class ServerPool:
+    """Servers of the same model that share the requests of any number of rollouts.
+
+    Each server has threads that take the next request; the request of a server that fails is taken again. A server works
+    with one version of the weights at a time: it loads another one when it has answered the requests of the last.
+    """
+
+    def __init__(self, servers: Sequence[Server]):
+        self.servers = list(servers)
+        self._todo: collections.deque[tuple[Pending, int]] = collections.deque()
+        self._waiting: list[Pending] = []
+        self._failures: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._num_threads: Counter[Server] = Counter()
+        self._changed = threading.Condition()
+        _pools.add(self)
 
     @property
     def is_stuck(self) -> bool:
-        """True if every server fails at present, so that it is unknown when the step can go on."""
-        return all(server.failing_since is not None for server in self._servers)
+        """True if a rollout waits and every server fails at present, so that it is unknown when the step can go on."""
+        return bool(self._waiting) and all(server.failing_since is not None for server in self.servers)
 
-    def _result(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        told: set[str] = set()
-        while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._over or self._failures.keys() - told, timeout=1)
-                failures, over = dict(self._failures), self._over
-            for url in failures.keys() - told:
-                told.add(url)
-                warnings.warn(f"{failures[url]}; it is asked again, with the weights brought to it anew", stacklevel=4)
-            if self._error is not None:
-                raise self._error
-            if over:
-                return [pair for index in range(len(self._requests)) for pair in self._found[index]]
+    def run(self, pending: Pending) -> list[tuple[list[Completion], Captured]]:
+        """Wait for all completions; return them and the weights of each, in the order of the requests."""
+        with self._changed:
+            self._begin(pending)
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: pending.is_over or self._failures.keys() - self._told, timeout=1)
+                    new = {url: said for url, said in self._failures.items() if url not in self._told}
+                    self._told |= new.keys()
+                for said in new.values():
+                    warnings.warn(f"{said}; it is asked again, with the weights brought to it anew", stacklevel=3)
+                if pending.error is not None:
+                    raise pending.error
+                if pending.is_over:
+                    return [pending.found[index] for index in range(len(pending.requests))]
+        finally:
+            with self._changed:
+                self._waiting.remove(pending)
+                self._todo = collections.deque(one for one in self._todo if one[0] is not pending)
+                self._changed.notify_all()
 
-    @property
-    def _over(self) -> bool:
-        return self._error is not None or len(self._found) == len(self._requests)
+    def _begin(self, pending: Pending) -> None:
+        """Queue the requests and start threads for them. Servers that were given up get another chance."""
+        if not self._waiting:
+            self._failures.clear()
+            self._told.clear()
+        self._waiting.append(pending)
+        self._todo.extend((pending, index) for index in range(len(pending.requests)))
+        for server in self.servers:
+            is_new, was_late = len(self._waiting) == 1, server.late
+            if is_new or (was_late and not self._num_threads[server]):
+                server.failing_since = None
+            most = 1 if was_late and not is_new else server.config.server_requests
+            for _ in range(self._num_threads[server], min(most, len(self._todo))):
+                self._num_threads[server] += 1
+                threading.Thread(target=self._work, args=(server,), daemon=True, name="strop-client").start()
+        self._changed.notify_all()
 
     def _work(self, server: Server) -> None:
         wait = 0.1
-        while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._over or self._todo)
-                if self._over:
-                    return
-                index = self._todo.popleft()
-            start = time.monotonic()
+        while (taken := self._next(server)) is not None:
+            pending, index, captured = taken
+            start, num_lost = time.monotonic(), server.num_lost
             try:
-                server.hold(self._weights)
-                found = server.completions(self._requests[index], self._policy)
+                server.hold(captured.weights)
+                found = server.completions(pending.requests[index], pending.policy)
             except Unreachable as error:
                 server.failed(start, error)
-                if self._failed(server, index, error):
+                if self._put_back(server, pending, index, error):
                     return
                 time.sleep(wait)
                 wait = min(2 * wait, 5.0 if server.has_answered else 0.5)
             except BaseException as error:
-                with self._turn:
-                    self._error = error
-                    self._turn.notify_all()
-                return
+                with self._changed:
+                    pending.error = error
+                    self._answered(server)
             else:
-                wait, server.failing_since = 0.1, None
-                with self._turn:
-                    self._found[index] = found
-                    self._turn.notify_all()
+                wait = 0.1
+                with self._changed:
+                    if server.num_lost == num_lost:
+                        server.failing_since = None
+                        pending.found[index] = found, captured
+                    elif (
+                        not pending.is_over
+                    ):  # it broke off another request meanwhile: this answer may be of a new server
+                        self._todo.appendleft((pending, index))
+                    self._answered(server)
 
-    def _failed(self, server: Server, index: int, error: Unreachable) -> bool:
-        """Put a failed request back for another server; return whether this server is given up.
+    def _next(self, server: Server) -> tuple[Pending, int, Captured] | None:
+        """Return the next request and the weights to send it with; None if no rollout waits, which ends this thread.
 
-        The last one to be given up ends the rollout.
+        Waits while the server works on requests with other weights, and while other servers may fail.
+        """
+        with self._changed:
+            while any(not one.is_over for one in self._waiting):
+                if self._todo:
+                    pending, index = self._todo[0]
+                    captured = pending.held()
+                    if not server.num_sent or server.sent_with is captured.weights:
+                        self._todo.popleft()
+                        server.is_verified &= server.num_sent > 0
+                        server.num_sent, server.sent_with = server.num_sent + 1, captured.weights
+                        return pending, index, captured
+                self._changed.wait()
+            self._num_threads[server] -= 1
+            return None
+
+    def _answered(self, server: Server) -> None:
+        server.num_sent -= 1
+        self._changed.notify_all()
+
+    def _put_back(self, server: Server, pending: Pending, index: int, error: Unreachable) -> bool:
+        """Put a failed request back for another server; return whether this thread gives its server up.
+
+        The last one to be given up ends all rollouts.
         """
         late = server.late
-        with self._turn:
-            self._todo.append(index)
+        with self._changed:
+            if not pending.is_over:
+                self._todo.appendleft((pending, index))
             self._failures.setdefault(server.url, str(error))
-            self._working -= late
-            if not self._working:
+            self._num_threads[server] -= late
+            if not any(self._num_threads.values()):
                 causes = "; ".join(self._failures.values())
-                hint = (
-                    ""
-                    if server.has_answered
-                    else "; is the server started? One that is loading needs server_start_timeout"
-                )
-                self._error = ServerError(f"{causes}; given up after {server.patience:g} s{hint}")
-            self._turn.notify_all()
+                hint = "; is the server started? One that is loading needs server_start_timeout"
+                given_up = f"{causes}; given up after {server.patience:g} s{'' if server.has_answered else hint}"
+                for one in self._waiting:
+                    one.error = one.error or ServerError(given_up)
+                self._todo.clear()
+            self._answered(server)
         return late

@@ -7,13 +7,16 @@ One function serves every model. The policy's kind chooses the engine: `moe` (st
 """
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from strop._checks import check_count
-from strop._types import Array, Json, State
+from strop._types import Array, Json
 from strop.data.batch import Trajectory, as_ids, sampled
 from strop.models import Policy
 from strop.rollout import decoding, native, plain
@@ -178,15 +181,46 @@ def checked_prompts(
     return ids
 
 
+@dataclass(eq=False)
+class Captured:
+    """The weights as they were at a step: `version`. A sampler says what `weights` holds."""
+
+    weights: Any
+    version: int | None = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version for `Trajectory.versions`."""
+        return () if self.version is None else (self.version,)
+
+
 class Sampler:
     """`generate` for a trainer: in this process, with the policy as it is at each call.
 
     records_routing   True if rollouts record the chosen experts
+    held              the weights it samples with, where they are not simply those of the policy
     """
 
     def __init__(self, policy: Policy, records_routing: bool = False):
         self.policy, self.records_routing = policy, records_routing
+        self.held: Captured | None = None
         self._whole: Policy | None = None
+
+    def capture(self, version: int | None = None) -> Captured:
+        """Return the weights as they are now, for `use`. All processes must call this."""
+        raise NotImplementedError(f"{type(self).__name__} samples with the weights as they are")
+
+    def use(self, captured: Captured) -> None:
+        """Sample with these weights from now on."""
+        self.held = captured
+
+    def offer(self, captured: Captured) -> None:
+        """Let the thread that samples take up these weights, also between the turns of a conversation."""
+        self.use(captured)
+
+    def take_up(self) -> bool:
+        """Take up the weights that were offered; return whether they are others."""
+        return False
 
     @property
     def present(self) -> Policy:
@@ -229,9 +263,68 @@ class Sampler:
         """Sample one turn of rows that continue later."""
         return generate(self.present, prompts, sampling, seed=seed, addresses=addresses, cached=cached)
 
-    def state(self) -> State:
-        """Return the state of rollouts that were begun and not yet asked for; in this process there are none."""
-        return {}, {}
 
-    def load_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
-        """Forget rollouts that servers had begun; their prompts are sampled here."""
+class CopySampler(Sampler):
+    """A sampler on a copy of the policy, so that one thread can sample while another one trains.
+
+    device   the copy's; None is the policy's own
+    """
+
+    def __init__(self, policy: Policy, device: str | None = None, records_routing: bool = False):
+        with policy.whole() as whole, torch.no_grad():
+            copied = Policy(copy.deepcopy(whole.inner), policy.tokenizer)
+        copied.model.requires_grad_(False)
+        for param in copied.model.parameters():
+            param.grad = None
+        copied.to(device or policy.device)
+        super().__init__(copied, records_routing)
+        self.trained = policy
+        self._offered: Captured | None = None
+        self._names = [name for name, param in policy.inner.named_parameters() if param.requires_grad]
+
+    def capture(self, version: int | None = None) -> Captured:
+        """Return copies of the trained weights on the copy's device."""
+        with torch.no_grad(), self.trained.whole() as whole:
+            params = dict(whole.inner.named_parameters())
+            tensors = {name: params[name].detach().to(self.policy.device, copy=True) for name in self._names}
+        return Captured(tensors, version)
+
+    def use(self, captured: Captured) -> None:
+        """Write these weights into the copy and free them."""
+        if captured is self.held:
+            return
+        assert captured.weights is not None, "weights are used in the order in which they were captured"
+        params = dict(self.policy.inner.named_parameters())
+        with torch.no_grad():
+            for name, tensor in captured.weights.items():
+                params[name].copy_(tensor)
+        captured.weights, self.held = None, captured
+
+    def offer(self, captured: Captured) -> None:
+        self._offered = captured
+
+    def take_up(self) -> bool:
+        captured = self._offered
+        if captured is None or captured is self.held:
+            return False
+        self.use(captured)
+        return True
+
+    def __call__(
+        self, prompts: Sequence[Array], sampling: Sampling, num_samples: int, seed: int,
+        addresses: Sequence[int] | None = None,
+    ) -> Rollout:  # fmt: skip
+        return self._noted(super().__call__(prompts, sampling, num_samples, seed, addresses))
+
+    def next_turn(
+        self, prompts: Sequence[Array], sampling: Sampling, seed: int, addresses: Sequence[int], cached: CachedRows
+    ) -> Rollout:
+        if self.take_up():
+            cached.rows.clear()  # of the weights before
+        return self._noted(super().next_turn(prompts, sampling, seed, addresses, cached))
+
+    def _noted(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with the version of the weights in every trajectory."""
+        for trajectory in rollout:
+            trajectory.versions = () if self.held is None else self.held.versions
+        return rollout

@@ -112,6 +112,15 @@ def allowed_bits(matchers: Matchers) -> torch.Tensor:
     return torch.from_numpy(bits_NW)
 
 
+def bits_along(matcher: Matcher, ids: Sequence[int]) -> torch.Tensor:
+    """Return [n, W] int32, the bits of the tokens that could stand at each of these n places. Advances the matcher."""
+    bits = []
+    for token in ids:
+        bits.append(allowed_bits([matcher]))
+        matcher.take(token)
+    return torch.cat(bits)
+
+
 def restricted(logits_NV: torch.Tensor, bits_NW: torch.Tensor) -> torch.Tensor:
     """Return the logits with −inf for tokens that may not follow."""
     bytes_NC = bits_NW.view(torch.uint8)

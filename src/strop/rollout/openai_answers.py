@@ -1,5 +1,6 @@
 """OpenAI's answers as data: completions of the sampling queue become JSON objects, whole or as pieces of a stream."""
 
+import bisect
 import json
 import secrets
 import time
@@ -64,7 +65,8 @@ def cut_at_stop(completion: SampledCompletion, stops: Sequence[str], served: Ser
     num = len(ids)
     if places := [place for stop in stops if (place := text.find(stop)) >= 0]:
         text, reason = text[: min(places)], "stop"
-        num = next(n for n in range(1, len(ids) + 1) if any(stop in served.decode(ids[:n]) for stop in stops))
+        nums = range(1, len(ids) + 1)
+        num = nums[bisect.bisect_left(nums, True, key=lambda n: any(stop in served.decode(ids[:n]) for stop in stops))]
     return CutCompletion(ids[:num], completion.logps[:num], completion.top[:num], text, reason)
 
 

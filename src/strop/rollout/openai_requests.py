@@ -187,9 +187,6 @@ def _request(
     if grammar is not None and forced is not None:
         raise RequestError("response_format must be text where a call is forced")
     grammar = grammar or forced
-    if grammar is not None and num_top:
-        other = "response_format" if forced is None else "a forced call"
-        raise RequestError(f"{'top_logprobs' if chat else 'logprobs'} must be 0 with {other}, found {num_top}")
     if _whole(body, ("prompt_logprobs",), 0) if not isinstance(body.get("prompt_logprobs"), bool) else 0:
         raise RequestError(
             f"prompt_logprobs must be 0, the prompt's own tokens, found {_shown(body['prompt_logprobs'])}"

@@ -135,6 +135,7 @@ class OpenAIServer:
         pages: list[tuple[str, str, Page]] = [
             ("GET", "/health", self._health),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model),
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/chat/completions", self._chat),
         ]
@@ -188,6 +189,10 @@ class OpenAIServer:
 
     async def _models(self, request: Request) -> Response:
         return json_response(self.served.list_models())
+
+    async def _model(self, request: Request) -> Response:
+        self.served.check_name(name := request.path_params["name"])
+        return json_response(next(one for one in self.served.list_models()["data"] if one["id"] == name))
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         await self._read(request)

@@ -6,17 +6,20 @@
 
 One thread decodes. It takes all rows with the same sampling rule, lets the engine draw a piece of at most LONGEST_PIECE
 tokens for each, removes rows that ended or were cancelled, and gives their places to waiting rows. The engine caches
-rows from piece to piece. A row's random numbers depend only on its request's seed, so it draws the same tokens as
-`generate` with that seed. Other rows can only change the rounding of a matrix product.
+rows from piece to piece. On a CPU, where prompts take long to read, a piece also reads at most READ_AT_ONCE new tokens. A
+row's random numbers depend only on its request's seed, so it draws the same tokens as `generate` with that seed. Other
+rows can only change the rounding of a matrix product.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +30,15 @@ from strop.data.batch import TokenBatch, Trajectory
 from strop.models import Policy
 from strop.rollout.cached_rows import CachedRows
 from strop.rollout.generate import CACHING, ENGINES, checked_prompts
-from strop.rollout.grammar import Grammar, Matcher
+from strop.rollout.grammar import Grammar, Matcher, bits_along, restricted
 from strop.rollout.sampling import Sampling, row_bits, sampling_logps, uniforms_from
 
 FIRST_PIECE, LONGEST_PIECE = 4, 16  # tokens of a row's first piece for a streaming caller; maximum of later pieces
 LONGEST_PIECE_READ_AGAIN = 64  # maximum if the engine has no cache and reads a row again before each piece
 MAX_WAITING_TOKENS = 1 << 25  # tokens of waiting prompts; a further request is refused
+READ_AT_ONCE = 512  # maximum tokens of prompts read in one piece on a CPU
+SHARE_OF_MEMORY = 0.4  # share of a CPU's free memory for the rows being drawn: they are copied from piece to piece
+TOKENS_AT_FIRST = 4096  # maximum tokens of rows being drawn, until it is known how much memory a token takes
 LOGITS_AT_ONCE = 1 << 26  # number of logits computed together for the most probable tokens
 
 
@@ -99,7 +105,12 @@ class Ticket:
     prompt_logps   if asked for, the log-prob of each token of the prompt but the first
     prompt_top     with these and num_top, the most probable tokens at each of their places
     on_piece       called by the queue's thread after each piece, for a request of one sample
+    begun          the cache of the prompt's first tokens, for all samples, while it is read in parts
+    in_parts       False if the engine does not cache rows that are read in parts
     """
+
+    begun: Any = None
+    in_parts = True
 
     def __init__(self, queue: "SamplingQueue", request: SamplingRequest, on_piece: OnPiece | None = None):
         self.request, self.on_piece, self._queue = request, on_piece, queue
@@ -148,6 +159,11 @@ class QueueRow:
     def num_left(self) -> int:
         return self.ticket.request.sampling.max_new_tokens - len(self.completion.ids)
 
+    @property
+    def room(self) -> int:
+        """The number of tokens it can have at its end."""
+        return len(self.ticket.request.prompt) + self.ticket.request.sampling.max_new_tokens
+
 
 class SamplingQueue:
     """Draws completions for many callers, with the policy's weights as they are at each piece.
@@ -175,6 +191,8 @@ class SamplingQueue:
         self._cached = CachedRows()
         self._longest_piece = LONGEST_PIECE
         self._num_rows = 0
+        self._in_parts = own_thread and policy.device.type == "cpu" and policy.kind in CACHING
+        self._max_tokens = TOKENS_AT_FIRST if self._in_parts else 2**62  # of all rows being drawn
         self._closed = False
         self.num_drawn = self.num_turns = 0  # tokens and pieces so far, including those of cancelled requests
         self._thread = threading.Thread(target=self._work, name="strop-sampling", daemon=True) if own_thread else None
@@ -273,15 +291,23 @@ class SamplingQueue:
         self._leave([row for row in self._active if row.ticket.future.cancelled()])
 
     def _admit(self) -> None:
-        """Fill free places one row at a time, always from the request with the fewest rows being drawn."""
+        """Fill free places one row at a time, always from the request with the fewest rows being drawn.
+
+        One row is always drawn. Others wait while there is no memory for them.
+        """
         drawn = collections.Counter(row.ticket for row in self._active)
+        num_tokens = sum(row.room for row in self._active)
         while self._waiting and len(self._active) < self.max_batch:
             ticket = min(self._waiting, key=lambda one: drawn[one])
             piece = FIRST_PIECE if ticket.request.streams else self._longest_piece
             sample = ticket.request.num_samples - ticket.num_waiting
             self._num_rows += 1
             number = self._num_rows if ticket.request.row is None else ticket.request.row
-            self._active.append(QueueRow(ticket, sample, number, piece))
+            row = QueueRow(ticket, sample, number, piece)
+            num_tokens += row.room
+            if self._active and num_tokens > self._max_tokens:
+                return
+            self._active.append(row)
             drawn[ticket] += 1
             ticket.num_waiting -= 1
             if not ticket.num_waiting:
@@ -341,6 +367,8 @@ class SamplingQueue:
             torch.no_grad(),
             policy.evaluating(),
         ):
+            if self._in_parts and not (rows := self._read_on(policy, rows)):
+                return []
             prompts = [torch.tensor(row.ids) for row in rows]
             num_tokens = min(max(row.num_left for row in rows), *(row.piece for row in rows))
             if policy.max_length is not None:
@@ -359,6 +387,9 @@ class SamplingQueue:
             ids_B, logps_B = ENGINES[policy.kind](policy, prompts, sampling, 1, uniforms_BT, eos_ids, **further)
             if not keeps or rows[0].number not in self._cached.rows:
                 self._longest_piece = LONGEST_PIECE_READ_AGAIN
+            if self._max_tokens == TOKENS_AT_FIRST:
+                num_bytes = self._cached.bytes_per_token(rows[0].number)
+                self._max_tokens = int(SHARE_OF_MEMORY * free_memory() / 2 / num_bytes) if num_bytes else 2**62
             ended = []
             for row, ids, logps in zip(rows, ids_B, logps_B, strict=True):
                 self._add(row, ids[: row.num_left].tolist(), logps[: row.num_left].tolist(), eos_ids)
@@ -366,6 +397,40 @@ class SamplingQueue:
                     ended.append(row)
                     self._score(policy, row)
         return ended
+
+    def _read_on(self, policy: Policy, rows: list[QueueRow]) -> list[QueueRow]:
+        """Return the rows that can draw a piece now: their prompts have at most READ_AT_ONCE tokens to read in all.
+
+        The first row with more tokens to read has a part of them read here. Between two parts others draw their
+        pieces, and a client may leave.
+        """
+        ready: list[QueueRow] = []
+        counted: set[Ticket] = set()
+        part, room = None, READ_AT_ONCE
+        for row in rows:
+            ticket = row.ticket
+            if ticket.begun is not None and not row.completion.ids:
+                self._cached.rows[row.number] = ticket.begun
+            unread = len(row.ids) - self._cached.num_tokens(row.number)
+            if unread <= 2 or ticket in counted or not ticket.in_parts:  # its last two tokens are not in the cache
+                ready.append(row)
+            elif unread <= room and ticket.begun is None:
+                room -= unread
+                counted.add(ticket)  # its other samples have the same prompt, which is read once
+                ready.append(row)
+            elif part is None:
+                part = row
+        if part is not None:
+            num_read = max(room, READ_AT_ONCE // 4)
+            ids = torch.tensor(part.ids[: self._cached.num_tokens(part.number) + num_read])
+            sampling, one = (
+                Sampling(max_new_tokens=1),
+                torch.zeros(1, 1, dtype=torch.float64),
+            )  # what it draws is dropped
+            ENGINES[policy.kind](policy, [ids], sampling, 1, one, (), cached=self._cached.of([part.number]))
+            part.ticket.begun = self._cached.rows.pop(part.number, None)
+            part.ticket.in_parts = part.ticket.begun is not None
+        return ready
 
     def _add(self, row: QueueRow, ids: list[int], logps: list[float], eos_ids: Sequence[int]) -> None:
         completion, request = row.completion, row.ticket.request
@@ -394,32 +459,45 @@ class SamplingQueue:
         ticket, request = row.ticket, row.ticket.request
         prompt, ids = request.prompt, row.completion.ids
         if request.prompt_logps and not ticket.prompt_logps and len(prompt) > 1:
-            if (
-                request.num_top
-            ):  # both from the same logits: readers compare them to see which token is the most probable
+            # both from the same logits: readers compare them to see which token is the most probable
+            if request.num_top:
                 found = _tops(policy, prompt[:1], prompt[1:], Sampling(), request.num_top)
                 ticket.prompt_logps, ticket.prompt_top = [list(one) for one in zip(*found, strict=True)]
             else:
                 batch = TokenBatch.of([Trajectory.of(prompt[:1], prompt[1:])], policy.device)
                 ticket.prompt_logps = policy.logps(batch).tolist()
         if request.num_top:
-            row.completion.top += [top for _, top in _tops(policy, prompt, ids, request.sampling, request.num_top)]
+            row.completion.top += [
+                top for _, top in _tops(policy, prompt, ids, request.sampling, request.num_top, request.grammar)
+            ]
 
 
 def _tops(
-    policy: Policy, prompt: list[int], ids: list[int], sampling: Sampling, num_top: int
+    policy: Policy, prompt: list[int], ids: list[int], sampling: Sampling, num_top: int, grammar: Grammar | None = None
 ) -> list[tuple[float, list[tuple[int, float]]]]:
-    """Return each id's log-prob, and the most probable tokens at its place as (id, log-prob)."""
+    """Return each id's log-prob, and the most probable tokens at its place as (id, log-prob); of those a grammar allows."""
+    matcher = None if grammar is None else grammar.matcher()
     found, size = [], max(1, LOGITS_AT_ONCE // (policy.vocab_size or 1 << 18))
     for first in range(0, len(ids), size):
         some = ids[first : first + size]
         logits_nV = policy.logits(TokenBatch.of([Trajectory.of(prompt + ids[:first], some)], policy.device))
+        if matcher is not None:
+            logits_nV = restricted(logits_nV, bits_along(matcher, some).to(policy.device))
         logps_nV = sampling_logps(logits_nV.float(), sampling)
         top = logps_nV.topk(min(num_top, logps_nV.shape[-1]), dim=-1)
         own = logps_nV[range(len(some)), some].tolist()
         for logp, *pairs in zip(own, top.indices.tolist(), top.values.tolist(), strict=True):
             found.append((logp, [pair for pair in zip(*pairs, strict=True) if pair[1] > -torch.inf]))
     return found
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this machine has free; half of all where it does not say."""
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) << 10
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _fail(future: concurrent.futures.Future[Any], error: Exception) -> None:

@@ -41,12 +41,13 @@ class TrainingRun:
 
     about      extra entries for run.json; the command line adds its job
     num_rows   number of rows of the current train()'s dataset
+    num_runs   runs that were begun, not continued
     sources    hashes of the user's functions and rows of the current train()
     """
 
     def __init__(self) -> None:
         self.about: Json = {}
-        self.num_rows = 0
+        self.num_rows = self.num_runs = 0
         self.sources: Sources = {}
         self._rows: PreparedRows | None = None  # the dataset of train(), while it runs
         self._difficulty: Sequence[float] | None = None  # of each row, with a curriculum
@@ -110,6 +111,7 @@ class TrainingRun:
             )
         if not trainer.goes_on:
             state.first_step, state.epoch, state.position = state.step, 0, 0
+            self.num_runs += 1
             seed_everything(config.seed, trainer.world.rank)
         state.num_rows = num_rows
         if num_steps is None and num_epochs is not None:
@@ -212,15 +214,24 @@ class TrainingRun:
             self._latest_order = epoch, order
         return self._latest_order[1]
 
-    def upcoming(self, state: TrainState, config: RunConfig) -> list[Any]:
-        """Return the rows of the next step; [] outside train() and in its last step."""
-        rows = self._rows
-        if rows is None or state.step + 1 >= state.total_steps:
-            return []
-        ended = state.position >= len(rows)
-        epoch, position = (state.epoch + 1, 0) if ended else (state.epoch, state.position)
-        order = self._order(config, epoch)
-        return rows.take(order[position : position + config.batch_size])
+    @property
+    def has_rows(self) -> bool:
+        """True inside train()."""
+        return self._rows is not None
+
+    def number(self, state: TrainState, config: RunConfig) -> int:
+        """Return the number of the batch that `take` returned last: the step it is for, if all steps are train()'s."""
+        return state.first_step + state.epoch * self._num_batches(config) + -(-state.position // config.batch_size) - 1
+
+    def rows_of(self, number: int, state: TrainState, config: RunConfig) -> list[Any]:
+        """Return the rows of the batch with this number, for work ahead of its step."""
+        assert self._rows is not None
+        epoch, batch = divmod(number - state.first_step, self._num_batches(config))
+        return self._rows.take(self._order(config, epoch)[batch * config.batch_size :][: config.batch_size])
+
+    def _num_batches(self, config: RunConfig) -> int:
+        """Return the number of batches of an epoch."""
+        return -(-self.num_rows // config.batch_size)
 
 
 def _own_callbacks(

@@ -14,6 +14,7 @@ import math
 import os
 import random
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -282,7 +283,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the time of this context as the metric time/<name>, and restore torch's settings at its end."""
+        """Measure the time of this context as the metric time/<name>, and restore torch's settings at its end.
+
+        Work of another thread, ahead of its step, is no part of the present one.
+        """
+        if threading.get_ident() != self.phases.thread:
+            yield
+            return
         alone = (self.policy.kind == "moe" or self.policy.device.type == "cuda") and name not in USERS_PHASES
         with self.phases.phase(name), one_thread() if alone else contextlib.nullcontext():
             if self.config.run.dropout and name in DROPOUT_PHASES:
