@@ -22,7 +22,7 @@ from strop.algorithms.ppo import PPO, PPOConfig
 from strop.algorithms.reward_model import RewardModel, RewardModelConfig
 from strop.algorithms.sft import SFT, SFTConfig
 from strop.cli.job import JobConfig
-from strop.config import LoRAConfig, OptimConfig, RewardCalls, RunConfig
+from strop.config import EntropyConfig, LoRAConfig, OptimConfig, RewardCalls, RunConfig
 from strop.config.base import options_in
 from strop.environments import Environment, Turn, TurnsConfig
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
@@ -36,7 +36,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TABLES = [
     ("sft.md", SFTConfig), ("dpo.md", DPOConfig), ("grpo.md", GRPOConfig), ("online_dpo.md", OnlineDPOConfig),
     ("kto.md", KTOConfig), ("reward_model.md", RewardModelConfig), ("ppo.md", PPOConfig), ("distill.md", DistillConfig), ("kto.md", UnpairedRule),
-    ("grpo.md", PolicyRule), ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
+    ("grpo.md", PolicyRule), ("grpo.md", EntropyConfig),
+    ("dpo.md", PreferenceRule), ("common.md", OptimConfig), ("common.md", RunConfig), ("common.md", LoRAConfig),
     ("common.md", Sampling), ("common.md", RewardCalls), ("../command_line.md", JobConfig), ("../rollouts.md", ServerConfig),
     ("../environments.md", TurnsConfig),
 ]  # fmt: skip
@@ -129,7 +130,10 @@ def step_of_grpo():
         "resample_rounds": 1,
         "fill_batch": True,
         "importance_cap": 2.0,
+        "importance_reject": "seq_mean_k1",
+        "importance_reject_bounds": 2.0,
         "entropy_coef": 0.1,
+        "entropy_target": 1.0,
         "replay_routing": True,
     }
     grpo = GRPO(model=mixtral(), reward_fn=count, max_new_tokens=4, **options)
@@ -138,7 +142,9 @@ def step_of_grpo():
 
 def step_of_ppo():
     critic = tiny_qwen2("ForSequenceClassification", num_labels=1)
-    ppo = PPO(model=small_model(), critic=critic, reward_fn=count, max_new_tokens=4, entropy_coef=0.1)
+    ppo = PPO(
+        model=small_model(), critic=critic, reward_fn=count, max_new_tokens=4, entropy_coef=0.1, entropy_target=1.0
+    )
     return ppo.train_step([[2, 3], [4, 5]])
 
 
@@ -182,11 +188,12 @@ def partner_agent(row, client):
     ids=["environment", "agent"],
 )  # fmt: skip
 def test_metrics_of_environments_are_what_a_step_has_besides(how, having):
-    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, fill_batch=True, **how)
+    grpo = GRPO(model=small_model(), max_new_tokens=4, resample_rounds=1, importance_cap=2.0, importance_reject="token_k3",
+                importance_reject_bounds=1.0, fill_batch=True, **how)  # fmt: skip
     found = set(grpo.train_step([{"prompt": [2, 3]}])) - {"reward/count"}
     common = documented_metrics("common.md") - {"memory"}
     own = {name.replace("<name>", "name") for name in documented_metrics("../environments.md", having)}
-    not_here = {"reward/count", "routing/changed_fraction"}  # routing is replayed of one turn only
+    not_here = {"reward/count", "routing/changed_fraction", "entropy_coef"}  # routing is replayed of one turn only
     assert found == own | (documented_metrics("grpo.md") - not_here) | common
 
 

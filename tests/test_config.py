@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from strop import DPO, GRPO, KTO, PPO, SFT, Distill, RewardModel, _trl
-from strop.config import Config, LoRAConfig, OptimConfig, RewardCalls, RunConfig, TrainerConfig, TurnsConfig
+from strop.config import (
+    Config,
+    EntropyConfig,
+    LoRAConfig,
+    OptimConfig,
+    RewardCalls,
+    RunConfig,
+    TrainerConfig,
+    TurnsConfig,
+)
 from strop.config.base import option_names, parse_number
 from strop.losses import PolicyRule, PreferenceRule, UnpairedRule
 from strop.rollout import Sampling
@@ -185,16 +194,18 @@ FIELDS = {
     RewardModel.Config: SHARED + "max_length center_coef",
     Distill.Config: SHARED + "divergence beta on_policy off_policy sampling server",
     PPO.Config: SHARED + "group_size kl_coef gamma lam whiten value_coef value_clip critic_learning_rate inner_epochs "
-    "minibatch_size old_logps exact mask_truncated reward_weights reward_timeout find_failing "
+    "minibatch_size entropy old_logps exact mask_truncated reward_weights reward_timeout find_failing "
     "rollout_dtype num_eval_samples calls sampling server loss",
     GRPO.Config: SHARED
     + "group_size kl_coef inner_epochs minibatch_size advantage pass_k advantage_scale advantage_ddof advantage_eps "
-    "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode old_logps replay_routing exact reward_weights "
+    "mask_truncated resample_rounds fill_batch fill_rounds importance_cap importance_mode importance_reject "
+    "importance_reject_bounds entropy old_logps replay_routing exact reward_weights "
     "reward_timeout find_failing rollout_dtype num_eval_samples calls sampling server turns loss",
     PreferenceRule: "beta loss_type loss_weights label_smoothing simpo_gamma discopop_tau",
     UnpairedRule: "beta loss_type desirable_weight undesirable_weight",
     PolicyRule: "loss_type importance_level clip_eps delta beta kl_estimator entropy_coef max_completion_length "
-    "sapo_temperatures vespo_gamma stale_kl",
+    "sapo_temperatures vespo_gamma cov_fraction cov_bounds cov_kl_coef stale_kl",
+    EntropyConfig: "top_entropy_quantile entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max",
     ServerConfig: "rollout_server sync sync_folder sync_tolerance max_staleness order rollout_device server_requests server_timeout "
     "server_start_timeout",
     Sampling: "max_new_tokens temperature top_k top_p min_p stop_ids",

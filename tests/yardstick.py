@@ -10,16 +10,21 @@ import locale
 import pytest
 import torch
 
+from strop.config.policy_losses import POLICY_LOSSES
 from strop.losses import IMPORTANCE_LEVELS, POLICY_LOSS_TYPES
 from strop.ops import registry
 
 FACTOR = 2.0
 KERNELS = ("triton", "exact")  # backends of Triton's kernels
+LEVELS = {  # of those that do not take every level
+    "cispo": ("token", "sequence"), "sapo": ("token", "sequence"), "double_sided": ("token", "sequence"),
+    "vespo": ("token",), "dppo_tv": ("token",), "dppo_kl": ("token",),
+}  # fmt: skip
 RULES = [  # every loss type with every importance level it takes
     (loss_type, level)
     for loss_type in POLICY_LOSS_TYPES
     for level in IMPORTANCE_LEVELS
-    if not (loss_type == "vespo" and level != "token") and not (loss_type in ("cispo", "sapo") and level == "geometric")
+    if not POLICY_LOSSES[loss_type].marks and (level in LEVELS.get(loss_type, IMPORTANCE_LEVELS))
 ]
 needs_compiler = pytest.mark.skipif(
     codecs.lookup(locale.getencoding()).name == "ascii", reason="torch opens its templates in the locale's encoding"
@@ -28,7 +33,7 @@ needs_compiler = pytest.mark.skipif(
 
 def clip_of(loss_type, high=1.1):
     """high: of cispo, where it is the bound of the ratio itself"""
-    return {"cispo": (0.2, high), "sapo": None, "vespo": None}.get(loss_type, (0.2, 0.28))
+    return {"cispo": (0.2, high), "sapo": None, "vespo": None, "kl_cov": None}.get(loss_type, (0.2, 0.28))
 
 
 def backends(name, dtype=torch.float32):

@@ -64,7 +64,7 @@ OPTIONS = (
     Name("importance_sampling_level", "token", "`importance_level`", "token", ("GRPO",)),
     Name("vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_min, "
          "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap",
-         "True, sequence_mask, None, 3.0", "`importance_cap`, and `importance_mode` of tokens", "None, off; truncate", ("GRPO",)),
+         "True, sequence_mask, None, 3.0", "`importance_cap` and `importance_mode`", "None, off; truncate", ("GRPO",)),
     Name("off_policy_mask_threshold", "None", "`stale_kl`", "None", ("GRPO",)),
     Name("sapo_temperature_neg, sapo_temperature_pos", "1.05, 1", "`sapo_temperatures`", "the same", ("GRPO",)),
     Name("vespo_k_neg, vespo_lambda_neg, vespo_k_pos, vespo_lambda_pos", "3, 2, 2, 3", "`vespo_gamma`", "the same",
@@ -88,8 +88,10 @@ OPTIONS = (
          SAMPLED),
     Name("num_generations_eval", "None", "none: an evaluation samples one greedy completion of each prompt", "", ("GRPO",)),
     Name("multi_objective_aggregation", "sum_then_normalize", '`advantage="gdpo"` is normalize_then_sum', "grpo", ("GRPO",)),
-    Name("top_entropy_quantile, use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, "
-         "entropy_target", "", "none: `entropy_coef` is constant", "", ("GRPO",)),
+    Name("top_entropy_quantile", "1", "`top_entropy_quantile`", "1", ("GRPO",)),
+    Name("use_adaptive_entropy, entropy_target", "False, 0.2", "`entropy_target`", "None, off", ("GRPO",)),
+    Name("entropy_coef_min, entropy_coef_max, entropy_coef_delta", "0, 1, 0.005",
+         "`entropy_coef_min`, `entropy_coef_max`, `entropy_coef_delta`", "the same", ("GRPO",)),
     Name("max_tool_calling_iterations", "None", "`max_turns`", "8", ("GRPO",)),
     Name("chat_template_kwargs", "None", "a column `chat_template_kwargs` of the rows"),
     Name("log_unique_prompts, log_multimodal, log_completions_hub_repo", "", "none: `samples.jsonl` in the run folder has samples"),

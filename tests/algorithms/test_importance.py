@@ -1,6 +1,8 @@
 """Truncated importance sampling: numbers by hand, TRL's formula, nothing where sampling and training agree."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from steps import advantages, advantages_only, cut, fill, lines_of, loss_on
 from test_grpo import PROMPTS, Table, make_grpo, weights
 from tiny_models import moe
 
+from strop.algorithms.grpo import GRPOConfig
+from strop.config.on_policy import IMPORTANCE_MODES, REJECTIONS
 from strop.training.trainer import gather_metrics
 
 
@@ -40,7 +44,7 @@ def test_by_hand():
     grad = grpo.model.logps_BT.grad
     assert [*grad[0].tolist(), grad[1, 0].item()] == pytest.approx(wanted)
 
-    metrics, _ = gather_metrics(grpo.learn(lines, batch), [], grpo.world)
+    metrics, _ = gather_metrics(grpo.learn(lines, batch) | grpo.metrics_of(lines), [], grpo.world)
     assert metrics["importance/mean"] == pytest.approx((2 + 1 + 0.5**0.5 + 0.5) / 4)
     assert metrics["importance/capped_fraction"] == 0.25
     assert metrics["mismatch_ratio_max"] == pytest.approx(e)
@@ -123,3 +127,93 @@ def test_with_a_cut_distribution_it_is_recomputed_and_told():
     metrics = grpo.train_step(PROMPTS)
     assert 0 < metrics["importance/mean"] < 0.9  # top-k made what was drawn more probable than the policy has it
     assert metrics["importance/capped_fraction"] == 0.0
+
+
+# ---- sequences, and rejection: verl's numbers ----
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "corrections.json").read_text())
+
+
+def weights_of(case, **options):
+    """The weights that a trainer gives the tokens of a case, [B, T], 0 where its mask is."""
+    trained, sampled = (torch.tensor(case[name], dtype=torch.float64) for name in ("trained", "sampled"))
+    lengths = [sum(row) for row in case["mask"]]
+    grpo, lines = make_case(trained, sampled, lengths, kl_coef=0.0, **options)
+    fill(lines, old_logps_t=cut(trained, lengths))
+    advantages_only(grpo, lines, [0.0] * len(lines))
+    found = torch.zeros_like(trained)
+    for row, line in zip(found, lines, strict=True):
+        row[: len(line.importance_t)] = line.importance_t
+    return found, gather_metrics(grpo.metrics_of(lines), [], grpo.world)[0]
+
+
+@pytest.mark.parametrize("case", GOLDEN["importance"], ids=lambda case: f"{case['level']} {case['mode']}")
+def test_verls_importance_weights(case):
+    mode = {"token": "", "sequence": "sequence_"}[case["level"]] + case["mode"]
+    found, metrics = weights_of(case, importance_mode=mode, importance_cap=(case["low"], case["high"]))
+    wanted = torch.tensor(case["weights"], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    num = sum(map(sum, case["mask"]))
+    assert metrics["importance/mean"] == pytest.approx(wanted.sum().item() / num)
+    assert 0 < metrics["importance/capped_fraction"] < 1
+
+
+@pytest.mark.parametrize("case", GOLDEN["rejection"], ids=lambda case: f"{case['criterion']} {case['bounds']}")
+def test_verls_rejection(case):
+    bounds = tuple(case["bounds"]) if isinstance(case["bounds"], list) else case["bounds"]
+    rejects = {"importance_reject": case["criterion"], "importance_reject_bounds": bounds}
+    found, metrics = weights_of(case, **rejects)
+    assert found.tolist() == case["kept"]
+    kept, num = (sum(map(sum, case[name])) for name in ("kept", "mask"))
+    assert 0 < kept < num
+    assert metrics["importance/rejected_fraction"] == pytest.approx(1 - kept / num)
+    # with weights too, both count
+    both, _ = weights_of(case, importance_cap=1.1, **rejects)
+    alone, _ = weights_of(case, importance_cap=1.1)
+    assert torch.equal(both, alone * found)
+
+
+def test_every_criterion_has_verls_numbers():
+    assert {case["criterion"] for case in GOLDEN["rejection"]} == set(REJECTIONS)
+    levels = {"token": "", "sequence": "sequence_"}
+    assert {levels[case["level"]] + case["mode"] for case in GOLDEN["importance"]} == set(IMPORTANCE_MODES)
+
+
+def test_a_rejected_completion_has_its_kl_and_no_policy_term():
+    """Its tokens stay in the divisor, as masked ones do."""
+    trained, sampled = torch.full((2, 3), -1.0).double(), torch.tensor([[-1.0] * 3, [-2.0] * 3]).double()
+    options = {"importance_reject": "seq_mean_k1", "importance_reject_bounds": 2.0, "kl_coef": 0.5}
+    grpo, lines = make_case(trained, sampled, [3, 3], advantage_ddof=0, advantage_eps=0.0, **options)
+    with torch.no_grad():
+        grpo.reference.policy.model.logps_BT.sub_(0.5)
+    advantages(grpo, lines, [1.0, 0.0])
+    assert [line.importance_t.tolist() for line in lines] == [[1.0] * 3, [0.0] * 3]
+    result = loss_on(grpo, lines)
+    assert result.policy_loss.item() == pytest.approx(-0.5)
+    assert result.loss.item() == pytest.approx(-0.5 + 0.5 * (math.exp(-0.5) + 0.5 - 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"importance_mode": "geometric"}, "importance_mode must be one of 'truncate', 'mask', 'sequence_truncate'"),
+        ({"importance_reject": "seq_max_k1"}, "importance_reject must be one of 'token_k1'"),
+        ({"importance_reject": "seq_mean_k1"}, "importance_reject_bounds must be given for 'seq_mean_k1', found None"),
+        ({"importance_reject": "token_k1", "importance_reject_bounds": 0.5}, "importance_reject_bounds must be"),
+        ({"importance_reject": "token_k1", "importance_reject_bounds": (2.0, 0.5)}, r"must be \(low, high\), found \(2.0, 0.5\)"),
+        ({"importance_reject": "token_k1", "importance_reject_bounds": (0.0, 2.0)}, "importance_reject_bounds must be"),
+        ({"importance_reject": "token_k3", "importance_reject_bounds": (0.5, 2.0)}, "importance_reject_bounds must be a number"),
+        ({"importance_reject": "token_k3", "importance_reject_bounds": 0.1, "old_logps": "rollout"}, "with importance_reject"),
+        ({"importance_cap": 2.0, "importance_mode": "sequence_mask", "loss_type": "vespo"}, "importance_mode must be 'truncate'"),
+    ],
+)  # fmt: skip
+def test_bad_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        GRPOConfig.from_options(options)
+
+
+def test_bounds_without_a_criterion_are_said():
+    with pytest.warns(
+        UserWarning, match="importance_reject_bounds has no effect: it is for importance_reject, found None"
+    ):
+        make_grpo(moe(), importance_reject_bounds=2.0)

@@ -13,7 +13,17 @@ from work import CASES, WHOLE, main
 
 # else float64; in bfloat16 layers compute with weights of 16 bits, where autocast converts them at every product
 APART = {"moe": 1e-5, "float32": 1e-5}
-LOSSES = ("grpo", "grpo-dr", "grpo-batch", "grpo-luspo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "grpo-geometric")
+LOSSES = (
+    "grpo",
+    "grpo-dr",
+    "grpo-batch",
+    "grpo-luspo",
+    "grpo-cov",
+    "grpo-cispo",
+    "grpo-sapo",
+    "grpo-vespo",
+    "grpo-geometric",
+)
 # A loss is computed of what a model gives, in shards or not: these are compared without shards alone, ...
 UNSHARDED = (
     *WHOLE, *LOSSES[1:], "grpo-bnpo", "grpo-sequence", "kto-bco", "kto-apo", "dpo-all", "distill-jsd", "distill-sampled",

@@ -136,7 +136,10 @@ CASES = {
     "grpo-sequence": grpo(importance_level="sequence", entropy_coef=0.01, top_k=12, old_logps="auto"),
     "grpo-prefixes-float32": grpo(lambda: double(max_length=128), LONG, micro_batch_tokens=170, old_logps="recompute"),
     "grpo-again": grpo(reward_fn=rarely, resample_rounds=2),
-    "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01),
+    "grpo-luspo": grpo(loss_type="luspo", kl_estimator="k1", entropy_coef=0.01, entropy_target=2.9, advantage="gdpo"),
+    "grpo-cov": grpo(
+        loss_type="kl_cov", cov_fraction=0.3, top_entropy_quantile=0.6, inner_epochs=2, advantage="reinforce++"
+    ),
     "grpo-sapo": grpo(loss_type="sapo", kl_estimator="k2", old_logps="recompute", importance_cap=(0.5, 2.0)),
     "grpo-geometric": grpo(importance_level="geometric", minibatch_size=4, inner_epochs=2, kl_coef=0.0),
     "grpo-turns": grpo(reward_fn=None, environment=Turns, turns={"credit": "turn"}, max_new_tokens=3),

@@ -97,7 +97,7 @@ def log_probs(generator, spread=0.5, rows=6, width=9):
     trained, noise = torch.randn(2, rows, width, generator=generator)
     trained = trained * 0.5 - 2.0
     lengths = torch.randint(1, width + 1, (rows,), generator=generator).tolist()
-    return trained, trained + spread * noise, rows_of(lengths, width)
+    return trained.clamp(max=-0.05), (trained + spread * noise).clamp(max=-0.05), rows_of(lengths, width)
 
 
 def importance_case(level, bounds, generator):

@@ -1,18 +1,23 @@
 """Policy losses: by hand, TRL's numbers, finite differences, invariances, precision, garbage, bad input."""
 
 import copy
+import json
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from yardstick import RULES, clip_of, float64, options_of_case, same
 
+from strop.config.policy_losses import POLICY_LOSSES
 from strop.losses import (
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
     POLICY_LOSS_TYPES,
+    PolicyRule,
     clip_bounds,
+    covariance_marks,
     kl_estimate,
     policy_loss,
     policy_metrics,
@@ -24,6 +29,7 @@ from strop.losses import (
 ATOL = 1e-9
 every_loss_type = pytest.mark.parametrize("loss_type", POLICY_LOSS_TYPES)
 every_rule = pytest.mark.parametrize(("loss_type", "level"), RULES)
+HELD = ("cispo", "vespo", "double_sided", "dppo_tv", "dppo_kl")  # their weights are constants for the gradient
 every_surrogate = pytest.mark.parametrize("level", ["token", "sequence"])
 
 
@@ -41,10 +47,15 @@ def run(loss_type, level="token", **changes):
     logps, old, ref, advantages, mask = example()
     inputs = {"logps": logps, "old_logps": old, "advantages": advantages, "completion_mask": mask, "ref_logps": ref}
     inputs |= {"beta": 0.04, "max_completion_length": 11, "clip_eps": clip_of(loss_type, 5.0)} | changes
+    inputs |= no_marks(loss_type, inputs["completion_mask"])
     inputs["logps"] = inputs["logps"].detach().requires_grad_()
     found = policy_loss(**inputs, loss_type=loss_type, importance_level=level)
     found.loss.backward()
     return found, inputs["logps"].grad
+
+
+def no_marks(loss_type, mask):
+    return {"marked": torch.zeros_like(mask)} if POLICY_LOSSES[loss_type].marks else {}
 
 
 # ---- by hand ----
@@ -138,6 +149,7 @@ def test_on_policy_the_ratio_of_a_token_without_probability_is_1(loss_type):
     logps = float64([[-math.inf, -1.0], [-2.0, math.nan]]).requires_grad_()
     mask, advantages = torch.tensor([[1, 1], [1, 0]]), float64([2.0, -1.0])
     options = {"loss_type": loss_type, "max_completion_length": 4, "clip_eps": clip_of(loss_type, 1.0)}
+    options |= no_marks(loss_type, mask)
     found = policy_loss(logps, None, advantages, mask, **options)
     found.loss.backward()
     weights = token_weights(mask, loss_type, max_completion_length=4, dtype=torch.float64)
@@ -146,7 +158,7 @@ def test_on_policy_the_ratio_of_a_token_without_probability_is_1(loss_type):
         2 / torch.where(advantages > 0, 1.0, 1.05) if loss_type == "sapo" else torch.ones(2)
     )  # of the token at r = 1
     expected = (-(advantages * value)[:, None] * weights).sum().item()
-    expected = math.inf if loss_type in ("cispo", "vespo") else expected
+    expected = math.inf if loss_type in HELD else expected
     assert found.loss.item() == pytest.approx(expected)
     assert policy_loss(logps, None, advantages, torch.ones(2, 2), **options).loss.isnan()
 
@@ -251,12 +263,12 @@ def test_the_surrogate_is_min_of_both_products(level):
 @every_rule
 @pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
 def test_gradients(loss_type, level, kl_estimator):
-    """Finite differences. The weights of cispo and vespo are constants for the gradient, so they are held here."""
+    """Finite differences. Weights that are constants for the gradient are held here."""
     logps, old, ref, advantages, mask = example()
     entropy = torch.rand(4, 7, dtype=torch.float64, requires_grad=True)
 
     def loss(x, h):
-        if loss_type in ("cispo", "vespo"):  # the surrogate whose derivative is their gradient
+        if loss_type in HELD:  # the surrogate whose derivative is their gradient
             log_ratio = torch.where(mask, logps - old, 0.0)
             if level == "sequence":
                 log_ratio = (log_ratio.sum(-1) / mask.sum(-1))[:, None]
@@ -265,6 +277,10 @@ def test_gradients(loss_type, level, kl_estimator):
                 w = log_ratio.sum(-1, keepdim=True).exp()
                 k, decay = (torch.where(advantages[:, None] > 0, *pair) for pair in ((2.0, 3.0), (3.0, 2.0)))
                 weight = w**k * torch.exp(decay - decay * w)
+            elif loss_type != "cispo":
+                weight = log_ratio.exp() * trusted(
+                    loss_type, log_ratio, logps.exp(), old.exp(), advantages[:, None] > 0
+                )
             weights = token_weights(mask, loss_type, dtype=torch.float64)
             kl = kl_estimate(x, ref, kl_estimator)
             return (weights * (-weight * advantages[:, None] * x + 0.3 * kl - 0.01 * h)).sum()
@@ -281,6 +297,16 @@ def test_gradients(loss_type, level, kl_estimator):
     )
     expected = torch.autograd.grad(loss(free, entropy), (free, entropy))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def trusted(loss_type, log_ratio, now, before, positive):
+    """Where each loss's trust region is, bounds (0.2, 0.28), by its paper's formula."""
+    if loss_type == "double_sided":
+        return (log_ratio.exp() >= 0.8) & (log_ratio.exp() <= 1.28)
+    far = (now - before).abs()
+    if loss_type == "dppo_kl":
+        far = before * (before / now).log() + (1 - before) * ((1 - before) / (1 - now)).log()
+    return torch.where(positive, (far <= 0.28) | (now < before), (far <= 0.2) | (now > before))
 
 
 def test_gradients_of_rloo():
@@ -635,3 +661,113 @@ def test_clip_bounds():
     bounds = clip_bounds((0.2, 0.28), 2.0, "grpo")
     assert (bounds.low, bounds.high, bounds.delta) == (0.8, 1.28, 2.0)
     assert clip_bounds((0.2, 5.0), None, "cispo").high == 5.0
+
+
+# ---- trust regions ----
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "corrections.json").read_text())["policy"]
+
+
+def of_verl(case):
+    """The inputs of a case, and its options as strop names them."""
+    tensors = [float64(case[name]) for name in ("logps", "old_logps", "advantages", "mask")]
+    options = {"loss_type": case["loss_type"]}
+    if case["loss_type"] != "kl_cov":
+        options["clip_eps"] = tuple(case["clip_eps"])
+    if case["loss_type"] in ("dppo_tv", "dppo_kl"):
+        options["delta"] = case["delta"]
+    names = {"clip_cov_ratio": "cov_fraction", "kl_cov_ratio": "cov_fraction", "ppo_kl_coef": "cov_kl_coef"}
+    options |= {here: case[theirs] for theirs, here in names.items() if theirs in case}
+    if "clip_cov_lb" in case:
+        options["cov_bounds"] = (case["clip_cov_lb"], case["clip_cov_ub"])
+    return *tensors, options
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['loss_type']} {case['clip_eps']}")
+def test_verls_trust_regions(case):
+    logps, old, advantages, mask, options = of_verl(case)
+    marks = {}
+    if "cov_fraction" in options:
+        marks["marked"] = covariance_marks(logps, advantages, mask, rule=PolicyRule(**options))
+        assert 0 < marks["marked"].sum() < mask.sum()
+    logps.requires_grad_()
+    found = policy_loss(logps, old, advantages, mask, **options, **marks)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(case["loss"], rel=1e-9)
+    wanted = float64(case["grad"])
+    torch.testing.assert_close(logps.grad, wanted, rtol=1e-9, atol=1e-12)
+    if case["loss_type"].startswith("dppo"):
+        assert 0 < found.metrics["clip_fraction"] < 1
+        assert (found.metrics["clip_fraction_delta"] > 0) == (case["delta"] == 1.5)
+    assert {one["loss_type"] for one in GOLDEN} == {"dppo_tv", "dppo_kl", "clip_cov", "kl_cov"}
+
+
+def test_double_sided_by_hand():
+    """Ratios 0.7, 0.9, 1.1 and 1.4 within 0.8 to 1.2: a token outside has no gradient, whatever the sign of A."""
+    for advantage in (2.0, -1.0):
+        logps = torch.log(float64([[0.7, 0.9, 1.1, 1.4]])).requires_grad_()
+        loss = token_policy_loss(logps, torch.zeros(1, 4), float64([advantage]), loss_type="double_sided")
+        loss.sum().backward()
+        assert logps.grad[0].tolist() == pytest.approx([0.0, -0.9 * advantage, -1.1 * advantage, 0.0])
+        metrics = policy_metrics(logps, torch.zeros(1, 4), float64([advantage]), None, loss_type="double_sided")
+        assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("loss_type", ["double_sided", "dppo_tv", "dppo_kl"])
+def test_trust_regions_without_bounds_are_cispo_without_a_bound(loss_type):
+    """The limiting case: a region that holds everything. Then the gradient is that of −r·A, the plain surrogate."""
+    logps, old, _, advantages, mask = example(spread=1.0)
+    found = []
+    for options in ({"loss_type": loss_type, "clip_eps": math.inf}, {"loss_type": "cispo", "clip_eps": (0.2, math.inf)},
+                    {"loss_type": "dapo", "clip_eps": math.inf}):  # fmt: skip
+        leaf = logps.clone().requires_grad_()
+        policy_loss(leaf, old, advantages, mask, **options).loss.backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-15)
+
+
+def test_cov_losses_without_marks_are_the_surrogate():
+    logps, old, _, advantages, mask = example()
+    none = torch.zeros_like(mask)
+    for loss_type, plain in (("clip_cov", {"clip_eps": 0.2}), ("kl_cov", {"clip_eps": math.inf})):
+        options = {} if loss_type == "kl_cov" else plain
+        found = policy_loss(logps, old, advantages, mask, loss_type=loss_type, marked=none, **options).loss
+        wanted = policy_loss(logps, old, advantages, mask, loss_type="dapo", **plain).loss
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_marks_by_hand():
+    """Covariances (A − 0)·(log π + 2) of four tokens: 6, −1, 2, −3; a masked token does not count."""
+    logps = float64([[-1.0, -1.0, -3.0, -3.0, 0.0]])
+    advantages = float64([[6.0, -1.0, -2.0, 3.0, 9.0]]) - 1.5
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    covariances = [4.5, -2.5, 3.5, -1.5]
+    marks = lambda **options: covariance_marks(logps, advantages, mask, rule=PolicyRule(**options)).tolist()[0]  # noqa: E731
+    assert marks(loss_type="kl_cov", cov_fraction=0.5) == [True, False, True, False, False]
+    assert marks(loss_type="kl_cov", cov_fraction=1e-6) == [True, False, False, False, False]
+    assert marks(loss_type="clip_cov", cov_fraction=1.0, cov_bounds=(3.0, 4.0)) == [False, False, True, False, False]
+    assert sum(marks(loss_type="clip_cov", cov_fraction=0.25, cov_bounds=(3.0, 5.0))) == 1
+    assert marks(loss_type="clip_cov", cov_fraction=1.0, cov_bounds=(5.0, 9.0)) == [False] * 5
+    drawn = {tuple(covariance_marks(logps, advantages, mask, seed=seed, rule=PolicyRule(
+        loss_type="clip_cov", cov_fraction=0.25, cov_bounds=(3.0, 5.0))).tolist()[0]) for seed in range(20)}  # fmt: skip
+    assert len(drawn) == 2
+    assert len(covariances) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "dppo_tv", "importance_level": "sequence"}, "importance_level must be 'token' for 'dppo_tv', which looks at"),
+        ({"loss_type": "double_sided", "importance_level": "geometric"}, "importance_level must be 'token' or 'sequence'"),
+        ({"loss_type": "kl_cov", "clip_eps": 0.2}, "clip_eps must be None for 'kl_cov', which clips nothing"),
+        ({"loss_type": "dppo_kl", "delta": 0.5}, "delta must be at least 1, found 0.5"),
+        ({"loss_type": "clip_cov", "cov_bounds": (1.0,)}, "cov_bounds must be 2 numbers"),
+        ({"loss_type": "clip_cov", "cov_fraction": 0.0}, "cov_fraction must be"),
+        ({"loss_type": "clip_cov"}, "marked must be given for 'clip_cov'"),
+    ],
+)  # fmt: skip
+def test_bad_options_of_trust_regions(options, message):
+    logps, old, _, advantages, mask = example()
+    with pytest.raises(ValueError, match=message):
+        policy_loss(logps, old, advantages, mask, **options)

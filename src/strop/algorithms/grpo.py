@@ -21,6 +21,7 @@ from strop.config import GRPOConfig
 from strop.config.on_policy import WITH_STD
 from strop.data.batch import Trajectory, joined
 from strop.environments.credit import turn_advantages
+from strop.losses.importance import Sequences, accepted, bounded_weights
 from strop.models import unwrapped
 from strop.models.routing import Routers
 from strop.primitives import compute_batch_group_advantages, compute_group_advantages, compute_pass_at_k_advantages
@@ -60,6 +61,7 @@ class GRPO(PolicyGradient):
             name = type(unwrapped(self.policy.model)).__name__
             raise ValueError(f"replay_routing must be False for this {name}: {self.policy.routers}")
         super().setup(ref_model)
+        self._importance: Metrics = {}
 
     def resample(
         self, trajectories: list[Trajectory], prompts: Sequence[Trajectory], addresses: Sequence[int], step: int
@@ -104,7 +106,7 @@ class GRPO(PolicyGradient):
         return found
 
     def advantages(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> None:
-        """Fill advantages_t; with importance_cap also importance_t."""
+        """Fill advantages_t; with importance_cap or importance_reject also importance_t."""
         config = self.config
         assert batch.rewards is not None
         if config.turns.credit == "turn" and self.player is not None:
@@ -126,19 +128,28 @@ class GRPO(PolicyGradient):
             sequence.advantages_t = advantages_t
         if config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             routers.counts.clear()  # drop the counts of other forwards than the updates'
-        if config.importance_cap is not None:
-            self._weigh_by_importance(sequences, lengths, config.importance_cap)
+        if config.importance_cap is not None or config.importance_reject is not None:
+            self._weigh_by_importance(sequences, lengths)
 
-    def _weigh_by_importance(
-        self, trajectories: Sequence[Trajectory], lengths: list[int], cap: float | tuple[float, float]
-    ) -> None:
-        """Fill importance_t with π_old/π_rollout, truncated to the bounds or masked outside of them."""
-        low, high = cap if isinstance(cap, (tuple, list)) else (0.0, cap)
+    def _weigh_by_importance(self, trajectories: Sequence[Trajectory], lengths: list[int]) -> None:
+        """Fill importance_t with π_old/π_rollout within the bounds of importance_cap, and 0 for what is rejected."""
+        config = self.config
         sampled_N, trained_N = sampled_and_trained(trajectories)
-        ratios_N = (trained_N - sampled_N).exp()
-        weights_N = ratios_N.clamp(low, high)
-        if self.config.importance_mode == "mask":
-            weights_N = ratios_N.masked_fill(weights_N != ratios_N, 0.0)
+        log_ratio_N = trained_N - sampled_N
+        sequences, weights_N = Sequences(lengths, log_ratio_N.device), torch.ones_like(log_ratio_N)
+        self._importance = {}
+        if (cap := config.importance_cap) is not None:
+            low, high = cap if isinstance(cap, (tuple, list)) else (0.0, cap)
+            by_sequence = config.importance_mode.startswith("sequence")
+            ratios_N = (sequences.reduced(log_ratio_N, "seq_sum") if by_sequence else log_ratio_N).exp()
+            weights_N = bounded_weights(ratios_N, low, high, config.importance_mode)
+            self._importance["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), len(weights_N))
+        if config.importance_reject is not None:
+            assert config.importance_reject_bounds is not None
+            kept_N = accepted(log_ratio_N, sequences, config.importance_reject, config.importance_reject_bounds)
+            weights_N = weights_N.masked_fill(~kept_N, 0.0)
+            self._importance["importance/rejected_fraction"] = Mean((~kept_N).sum(), len(kept_N))
+        self._importance["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), len(weights_N))
         for trajectory, importance_t in zip(trajectories, weights_N.split(lengths), strict=True):
             trajectory.importance_t = importance_t
 
@@ -146,7 +157,7 @@ class GRPO(PolicyGradient):
         """Return the share of groups without signal; with replay_routing also how often routers would choose other
         experts.
         """
-        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(trajectories)}
+        metrics = {"reward/zero_std_fraction": self._fraction_without_signal(trajectories), **self._importance}
         if self.config.replay_routing and isinstance(routers := self.policy.routers, Routers):
             counts_2: Any = torch.stack(routers.counts).sum(0) if routers.counts else (0, 0)
             metrics["routing/changed_fraction"] = Mean(*counts_2)

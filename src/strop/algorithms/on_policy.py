@@ -27,6 +27,7 @@ import torch
 
 from strop import _trl
 from strop._types import Array, Json, State, Texts
+from strop.algorithms.entropy import EntropyBonus, keep_uncertain, mark_covariant
 from strop.data.batch import TokenBatch, Trajectory, joined, on_device, with_others
 from strop.data.inputs import as_prompts, prompts_of_dataset
 from strop.environments.credit import EnvironmentRewards
@@ -533,21 +534,27 @@ class PolicyGradient(OnPolicy):
         if self.config.exact:
             with self.autocast():
                 self.policy.be_exact()
+        self.bonus = (
+            None if self.config.entropy.entropy_target is None else EntropyBonus(self.config.entropy, self.rule)
+        )
         if self.config.kl_coef:
             self.reference = self.policy.reference(ref_model)
         elif ref_model is not None:
             warnings.warn("ref_model has no effect: kl_coef is 0", stacklevel=5)
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Fill old_logps_t and ref_logps_t on the policy's device. The host does not wait for it."""
-        trajectories = with_others(trajectories)
+        """Fill old_logps_t, ref_logps_t and entropies_t on the policy's device. The host does not wait for it."""
+        trajectories, entropy = with_others(trajectories), self.config.entropy.top_entropy_quantile < 1
         with self.phase("score"), self.autocast(), torch.no_grad():
             recomputes, reference = self.recomputes or self._constrained(trajectories), self.reference
-            for part, batch in self.scoring_batches(trajectories) if recomputes or reference is not None else ():
-                if recomputes:
-                    logps_n = self.policy.logps(batch, temperature=self.config.sampling.temperature)
-                    for trajectory, logps_t in zip(part, batch.split(logps_n), strict=True):
-                        trajectory.old_logps_t = logps_t
+            scores = recomputes or entropy or reference is not None
+            for part, batch in self.scoring_batches(trajectories) if scores else ():
+                if recomputes or entropy:
+                    found: Any = self.policy.logps(batch, temperature=self.config.sampling.temperature, entropy=entropy)
+                    logps_n, entropies_n = found if entropy else (found, found)
+                    rows = zip(part, batch.split(logps_n), batch.split(entropies_n), strict=True)
+                    for trajectory, logps_t, entropies_t in rows:
+                        trajectory.old_logps_t, trajectory.entropies_t = logps_t, entropies_t if entropy else None
                 if reference is not None:
                     logps_n = reference.logps(batch, temperature=self.config.sampling.temperature)
                     for trajectory, logps_t in zip(part, batch.split(logps_n), strict=True):
@@ -575,6 +582,7 @@ class PolicyGradient(OnPolicy):
     def learn(self, trajectories: Sequence[Trajectory], batch: WholeBatch) -> Metrics:
         """Update the weights once per minibatch; return the means of the updates' metrics."""
         meter, num_tokens_B = PolicyMeter(self.sum_dtype), self.loss_tokens(batch)
+        self.choose_tokens(trajectories, num_tokens_B[batch.first : batch.first + len(trajectories)])
         updates: list[Update] = []
         for chosen in self.minibatches(len(num_tokens_B)):
             # this process's trajectories, without those that have no loss tokens
@@ -587,6 +595,13 @@ class PolicyGradient(OnPolicy):
             updates.append(self.update(losses, has_signal=not updates and self._has_signal(own)))
             for part, result in zip(parts, updates[-1].parts, strict=True):
                 meter.add(result.metrics, sum(one.num_loss_tokens for one in part), first=len(updates) == 1)
+            if self.bonus is not None:
+                sums = [(float(result.metrics["entropy"]), sum(one.num_loss_tokens for one in part))
+                        for part, result in zip(parts, updates[-1].parts, strict=True)]  # fmt: skip
+                total, num = (
+                    self.world.total(sum(values)) for values in ((e * n for e, n in sums), (n for _, n in sums))
+                )
+                self.bonus.follow(total / max(num, 1))
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         trajectories = with_others(trajectories)
         drawn_N = joined([one.rollout_logps_t for one in trajectories if one.rollout_logps_t is not None])
@@ -595,10 +610,23 @@ class PolicyGradient(OnPolicy):
         metrics |= self._mismatch(trajectories) if self.recomputes else meter.first()
         self.count_tokens(sum(map(len, trajectories)))
         assert batch.rewards is not None
+        if self.bonus is not None:
+            metrics["entropy_coef"] = self.bonus.coefficient
         return metrics | {
             "mean_reward": batch.rewards.mean,
             "mean_kl": metrics.get("kl", 0.0),
         }
+
+    def choose_tokens(self, trajectories: Sequence[Trajectory], num_tokens_B: Sequence[int]) -> None:
+        """Fill what chooses tokens of this step's updates: advantages_t by entropies, marked_t by covariances."""
+        quantile = self.config.entropy.top_entropy_quantile
+        if quantile == 1 and not self.rule.type.marks:
+            return
+        sequences = with_others([one for one, num in zip(trajectories, num_tokens_B, strict=True) if num])
+        if self.rule.type.marks:
+            mark_covariant(sequences, self.rule, self.seed_of(self.state.step, "marks"), self.world)
+        if quantile < 1:
+            keep_uncertain(sequences, quantile, self.world)
 
     def _has_signal(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the first update must have a gradient: an advantage is not 0, and no ratio is clipped."""
@@ -640,14 +668,27 @@ class PolicyGradient(OnPolicy):
 
     def loss_on(self, trajectories: Sequence[Trajectory]) -> PolicyLoss:
         """Return the loss of these trajectories, each token with its weight."""
-        return self.policy.loss(self.batch_of(trajectories), self.rule, temperature=self.config.sampling.temperature)
+        rule, temperature = self.rule if self.bonus is None else self.bonus.rule, self.config.sampling.temperature
+        return self.policy.loss(
+            self.batch_of(trajectories), rule, temperature=temperature, entropy=self.bonus is not None
+        )
+
+    def extra_state(self) -> State:
+        tensors, values = super().extra_state()
+        return tensors, values | ({} if self.bonus is None else {"entropy_bonus": self.bonus.state})
+
+    def load_extra_state(self, tensors: dict[str, torch.Tensor], values: Json) -> None:
+        state = values.pop("entropy_bonus", None)
+        if self.bonus is not None and state is not None:
+            self.bonus.state = state
+        super().load_extra_state(tensors, values)
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
         """Return the batch of an update, with all fields that the loss reads."""
         batch = TokenBatch.of(
             trajectories, self.policy.device, dtype=self.policy.loss_dtype,
             weights=[one.weight for one in trajectories],
-            fields=("old_logps", "ref_logps", "values", "returns", "advantages", "importance"),
+            fields=("old_logps", "ref_logps", "values", "returns", "advantages", "importance", "marked"),
         )  # fmt: skip
         if batch.importance_n is not None:
             assert batch.old_logps_n is not None
@@ -666,11 +707,6 @@ class PolicyGradient(OnPolicy):
         ratios_N, num_tokens = (trained_N - sampled_N).exp(), len(trained_N)
         found: Metrics = {"mismatch_kl": Mean(kl_estimate(sampled_N, trained_N).sum(dtype=self.sum_dtype), num_tokens)}
         found["mismatch_ratio_max"] = Largest(ratios_N.max())
-        importance = [one.importance_t for one in trajectories if one.importance_t is not None]
-        if importance:
-            weights_N = torch.cat(importance)
-            found["importance/mean"] = Mean(weights_N.sum(dtype=self.sum_dtype), num_tokens)
-            found["importance/capped_fraction"] = Mean((weights_N != ratios_N).sum(), num_tokens)
         return found
 
 

@@ -6,6 +6,7 @@ from strop.config.offline import KTOConfig as KTOConfig
 from strop.config.offline import RewardModelConfig as RewardModelConfig
 from strop.config.offline import SFTConfig as SFTConfig
 from strop.config.on_policy import DistillConfig as DistillConfig
+from strop.config.on_policy import EntropyConfig as EntropyConfig
 from strop.config.on_policy import GRPOConfig as GRPOConfig
 from strop.config.on_policy import OnlineDPOConfig as OnlineDPOConfig
 from strop.config.on_policy import PPOConfig as PPOConfig

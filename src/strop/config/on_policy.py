@@ -1,17 +1,21 @@
 """Options of the algorithms that sample their own completions: GRPO, PPO, Distill, OnlineDPO."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from strop._checks import check_number
-from strop.config.base import choice, count, number
+from strop.config.base import Config, choice, count, number
 from strop.config.offline import DPOConfig
 from strop.config.policy_losses import PolicyRule
 from strop.config.sampling import RewardCalls, Sampling, ServerConfig, TurnsConfig
 from strop.config.training import OptimConfig, TrainerConfig
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "maxrl", "gdpo", "pass@k")
+IMPORTANCE_MODES = ("truncate", "mask", "sequence_truncate", "sequence_mask")
+REJECTIONS = tuple(f"{how}_{kl}" for how in ("token", "seq_sum", "seq_mean", "seq_max") for kl in ("k1", "k2", "k3"))
+REJECTIONS = tuple(name for name in REJECTIONS if name != "seq_max_k1")
 WITH_STD = ("grpo", "reinforce++", "reinforce++_baseline", "gdpo")  # advantages that are divided by a std
 ADVANTAGE_SCALES = ("group", "batch", "none")
 BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0}
@@ -48,6 +52,40 @@ class RewardOptions(TrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EntropyConfig(Config):
+    """Options by the entropy of the policy's distributions. entropy_coef is an option of the loss.
+
+    top_entropy_quantile   train on this share of the tokens only, those with the largest entropies; 1 is all
+    entropy_target         let the coefficient of the entropy bonus follow this entropy; None keeps it
+    entropy_coef_delta     how far the coefficient moves after an update
+    entropy_coef_min       the least it can be
+    entropy_coef_max       the most it can be
+    """
+
+    top_entropy_quantile: float = number(1.0, 0, 1)
+    entropy_target: float | None = number(None, 0)
+    entropy_coef_delta: float = number(0.005, 0, open_low=True)
+    entropy_coef_min: float = number(0.0, 0)
+    entropy_coef_max: float = number(1.0, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.entropy_coef_min > self.entropy_coef_max:
+            wanted = f"at most entropy_coef_max={self.entropy_coef_max}"
+            raise ValueError(f"entropy_coef_min must be {wanted}, found {self.entropy_coef_min}")
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each option that is set but has no effect."""
+        names = ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return [
+            f"{name} has no effect: it is for entropy_target, found None"
+            for name in changed
+            if self.entropy_target is None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(RewardOptions):
     """Options that GRPO and PPO share. batch_size counts prompts, micro_batch_size and minibatch_size completions.
 
@@ -66,6 +104,7 @@ class PolicyGradientConfig(RewardOptions):
     old_logps: str = choice("auto", ("auto", "rollout", "recompute"))
     exact: bool = False
     pad_id: int | None = None
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     rule: ClassVar[PolicyRule]  # the loss with what the rest of the config says of it
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
 
@@ -82,6 +121,9 @@ class PolicyGradientConfig(RewardOptions):
                 raise ValueError(f"{name} must be {wanted!r} {why}, found {found!r}")
         if self.sampling.greedy:
             raise ValueError("temperature must be above 0: greedy completions of a prompt are all the same, found 0")
+
+    def without_effect(self) -> list[str]:
+        return self.entropy.without_effect() + super().without_effect()
 
     @functools.cached_property
     def recomputes(self) -> bool:
@@ -109,7 +151,11 @@ class GRPOConfig(PolicyGradientConfig):
     importance_cap      importance sampling for a sampler whose probabilities differ from the training forward's: weight the
                         policy term of each token by w = π_old/π_rollout, at most this cap, or within a pair (low, high).
                         π_old is then recomputed. None is off
-    importance_mode     outside the bounds of importance_cap: "truncate" w to them, or "mask" the token (w = 0)
+    importance_mode     outside the bounds of importance_cap: "truncate" w to them, or "mask" the token (w = 0);
+                        "sequence_truncate" and "sequence_mask" take w of the whole completion, the product of its tokens'
+    importance_reject   leave tokens or completions out of the policy term by how far π_old is from π_rollout: token_k1,
+                        seq_mean_k1 (geometric mean) and others, named and defined as verl's rollout_rs. None is off
+    importance_reject_bounds   of k1: (low, high) for π_rollout/π_old, or a number for (1/high, high); of k2, k3: the largest
     replay_routing      use the experts chosen in the rollout in the training forward too, for Mixture-of-Experts models
     """
 
@@ -125,7 +171,9 @@ class GRPOConfig(PolicyGradientConfig):
     fill_batch: bool = False
     fill_rounds: int = count(4, low=1)
     importance_cap: float | tuple[float, float] | None = None
-    importance_mode: str = choice("truncate", ("truncate", "mask"))
+    importance_mode: str = choice("truncate", IMPORTANCE_MODES)
+    importance_reject: str | None = choice(None, (*REJECTIONS, None))
+    importance_reject_bounds: float | tuple[float, float] | None = None
     replay_routing: bool = False
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     loss: PolicyRule = field(default_factory=PolicyRule)
@@ -139,15 +187,7 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError(f"pass_k must be 0, or from 2 to group_size={self.group_size}, found {self.pass_k}")
         if self.turns.credit == "turn" and self.advantage not in ("grpo", "dr_grpo"):
             raise ValueError(f'advantage must be "grpo" or "dr_grpo" with credit="turn", found {self.advantage!r}')
-        if self.importance_cap is not None:
-            pair = self.importance_cap if isinstance(self.importance_cap, (tuple, list)) else (0.0, self.importance_cap)
-            if len(pair) != 2:
-                raise ValueError(f"importance_cap must be one number or a pair (low, high), found {len(pair)} numbers")
-            check_number(pair[0], "importance_cap", low=0.0, high=1.0)
-            check_number(pair[1], "importance_cap", low=1.0)
-        if self.old_logps == "rollout" and self.importance_cap is not None:
-            why = "which weighs recomputed log-probs against the rollout's"
-            raise ValueError(f'old_logps must be "auto" or "recompute" with importance_cap, {why}, found "rollout"')
+        self._check_importance()
         if self.replay_routing and self.server.urls:
             raise ValueError("replay_routing must be False with rollout_server, which does not name its experts")
         if self.replay_routing and self.run.compile:
@@ -162,9 +202,40 @@ class GRPOConfig(PolicyGradientConfig):
         scales = {"grpo": self.advantage_scale, "gdpo": "group", "rloo": "leave_one_out", "maxrl": "mean"}
         object.__setattr__(self, "group_scale", scales.get(self.advantage, "none"))
 
+    def _check_importance(self) -> None:
+        """Raise unless the options of the correction between sampler and trainer fit together."""
+        cap, bounds, criterion = self.importance_cap, self.importance_reject_bounds, self.importance_reject
+        if cap is not None:
+            low, high = _pair(cap, "importance_cap", 0.0)
+            check_number(low, "importance_cap", low=0.0, high=1.0)
+            check_number(high, "importance_cap", low=1.0)
+        if criterion is not None:
+            if bounds is None:
+                raise ValueError(f"importance_reject_bounds must be given for {criterion!r}, found None")
+            if not criterion.endswith("k1"):
+                check_number(bounds, "importance_reject_bounds", low=0.0)
+            elif isinstance(bounds, (tuple, list)):
+                for one in _pair(bounds, "importance_reject_bounds", 0.0):
+                    check_number(one, "importance_reject_bounds", low=0.0, open_low=True)
+                if not bounds[0] <= bounds[1]:
+                    raise ValueError(f"importance_reject_bounds must be (low, high), found {tuple(bounds)}")
+            else:
+                check_number(bounds, "importance_reject_bounds", low=1.0)
+        for name, value in (("importance_cap", cap), ("importance_reject", criterion)):
+            if self.old_logps == "rollout" and value is not None:
+                why = "which compares recomputed log-probs with the rollout's"
+                raise ValueError(f'old_logps must be "auto" or "recompute" with {name}, {why}, found "rollout"')
+        if self.loss.loss_type == "vespo" and cap is not None and self.importance_mode.startswith("sequence"):
+            why = "whose loss multiplies the weights of a sequence's tokens itself"
+            raise ValueError(
+                f"importance_mode must be 'truncate' or 'mask' for 'vespo', {why}, found {self.importance_mode!r}"
+            )
+
     def without_effect(self) -> list[str]:
         idle = self.importance_mode != type(self).importance_mode and self.importance_cap is None
         told = ["importance_mode has no effect: it is for importance_cap, found None"] if idle else []
+        if self.importance_reject_bounds is not None and self.importance_reject is None:
+            told.append("importance_reject_bounds has no effect: it is for importance_reject, found None")
         if self.fill_rounds != type(self).fill_rounds and not self.fill_batch:
             told.append("fill_rounds has no effect: it is for fill_batch, found False")
         for name, used in (
@@ -177,7 +248,16 @@ class GRPOConfig(PolicyGradientConfig):
     @functools.cached_property
     def recomputes(self) -> bool:
         """True if old log-probs are computed by a separate forward."""
-        return super().recomputes or (self.old_logps == "auto" and self.importance_cap is not None)
+        corrects = self.importance_cap is not None or self.importance_reject is not None
+        return super().recomputes or (self.old_logps == "auto" and corrects)
+
+
+def _pair(value: float | Sequence[float], name: str, low: float) -> tuple[float, float]:
+    """Return the bounds (low, high) of an option that is a pair, or one number for the upper one."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (low, value)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be one number or a pair (low, high), found {len(pair)} numbers")
+    return pair
 
 
 @dataclass(frozen=True, kw_only=True)

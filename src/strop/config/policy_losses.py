@@ -34,7 +34,8 @@ FLAT = 60.0  # a log-ratio above which sapo's gate is flat: its ratio stays fini
 class ClipBounds:
     """The bounds of the ratio: `low` for A < 0, `high` for A ≥ 0, `delta` from above for A < 0.
 
-    For cispo only `high` acts, whatever the sign of A. sapo has the temperatures of its gate in `low` and `high`.
+    For cispo only `high` acts, whatever the sign of A. sapo has the temperatures of its gate in `low` and `high`, dppo_tv and
+    dppo_kl the largest divergences for A ≤ 0 and for A > 0. With a trust region `delta` bounds r for either sign.
     """
 
     low: float
@@ -49,6 +50,7 @@ class Tokens:
     old_N         log-probs of the policy that sampled; None: the policy itself
     log_ratio_N   log r of the token, or of its sequence where the importance level is not the token
     cut_N         which tokens were cut by low, high and delta before their mean was taken; None where none was
+    marked_N      which tokens Clip-Cov leaves out, or KL-Cov holds back
     """
 
     logps_N: Tensor
@@ -57,6 +59,7 @@ class Tokens:
     advantages_N: Tensor
     mask_N: Tensor | None = None
     cut_N: tuple[Tensor, Tensor, Tensor] | None = None
+    marked_N: Tensor | None = None
 
     def active(self, values_N: Tensor) -> Tensor:
         """Return the values, with 0 where the mask is 0."""
@@ -78,6 +81,8 @@ class PolicyLossType:
                  "max_length" · sequences; or "sequences" alone
     kernel       the name of the Triton function with formula and derivative, in `strop.ops.rows.kernels`
     clips        whether clip_eps and delta bound the ratio; other losses damp it
+    outside      the tokens that have left the trust region, downwards and upwards; None where the ratio is clipped
+    marks        whether the loss reads marked_N
     """
 
     formula: Callable[[Tokens, PolicyRule], Tensor]
@@ -85,6 +90,8 @@ class PolicyLossType:
     weight: Literal["tokens", "length", "max_length", "sequences"]
     kernel: str | None
     clips: bool = True
+    outside: Callable[[Tokens, PolicyRule], tuple[Tensor, Tensor]] | None = None
+    marks: bool = False
 
 
 def clipped_surrogate(tokens: Tokens, rule: PolicyRule) -> Tensor:
@@ -148,6 +155,58 @@ def gamma_weight(tokens: Tokens, rule: PolicyRule) -> Tensor:
     return -weight_N * tokens.advantages_N * tokens.logps_N
 
 
+def trusted_weight(tokens: Tokens, rule: PolicyRule) -> Tensor:
+    """Return −stop_gradient(min(r, delta))·A·log π inside the trust region, and 0 outside of it (DPPO, GLM-5)."""
+    assert rule.type.outside is not None
+    below_N, above_N = rule.type.outside(tokens, rule)
+    weight_N = tokens.log_ratio_N.detach().clamp(max=FLAT).exp().clamp(max=rule.bounds.delta)
+    return -weight_N.masked_fill(below_N | above_N, 0.0) * tokens.advantages_N * tokens.logps_N
+
+
+def outside_by_ratio(tokens: Tokens, rule: PolicyRule) -> tuple[Tensor, Tensor]:
+    """Return where r is below `low` and where it is above `high`, whatever the sign of A."""
+    ratio_N = tokens.log_ratio_N.detach().exp()
+    return ratio_N < rule.bounds.low, ratio_N > rule.bounds.high
+
+
+def outside_by_divergence(tokens: Tokens, rule: PolicyRule) -> tuple[Tensor, Tensor]:
+    """Return where a token has moved too far in the direction in which A pushes it (DPPO, arXiv 2602.04879).
+
+    Its binary divergence is that of two distributions over {this token, any other}. With probabilities p now and q before:
+
+        dppo_tv    |p − q|
+        dppo_kl    q·log(q/p) + (1 − q)·log((1 − q)/(1 − p)), both 1 − … plus 1e-8, as verl has it
+    """
+    positive_N = tokens.advantages_N > 0
+    if tokens.old_N is None:  # on policy, also where a log-prob is −inf
+        nowhere_N = positive_N & ~positive_N
+        return nowhere_N, nowhere_N
+    logps_N = tokens.logps_N.detach()
+    now_N, before_N = logps_N.exp(), tokens.old_N.exp()
+    if rule.loss_type == "dppo_tv":
+        far_N = (now_N - before_N).abs()
+    else:
+        others_N = ((1 - before_N + 1e-8) / (1 - now_N + 1e-8)).log()
+        far_N = before_N * (tokens.old_N - logps_N) + (1 - before_N) * others_N
+    below_N = ~positive_N & (far_N > rule.bounds.low) & (now_N < before_N)
+    return below_N, positive_N & (far_N > rule.bounds.high) & (now_N > before_N)
+
+
+def clipped_but_marked(tokens: Tokens, rule: PolicyRule) -> Tensor:
+    """Return the clipped surrogate, and 0 for marked tokens (Clip-Cov, arXiv 2505.22617)."""
+    loss_N = clipped_surrogate(tokens, rule)
+    return loss_N if tokens.marked_N is None else loss_N.masked_fill(tokens.marked_N, 0.0)
+
+
+def held_where_marked(tokens: Tokens, rule: PolicyRule) -> Tensor:
+    """Return −r·A, and for marked tokens cov_kl_coef·|log r| besides (KL-Cov, arXiv 2505.22617)."""
+    log_ratio_N = tokens.log_ratio_N.clamp(max=FLAT)
+    loss_N = -log_ratio_N.exp() * tokens.advantages_N
+    if tokens.marked_N is None:
+        return loss_N
+    return loss_N + rule.cov_kl_coef * log_ratio_N.abs().masked_fill(~tokens.marked_N, 0.0)
+
+
 def cut(log_ratio_N: Tensor, advantages_N: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor, Tensor]:
     """Return three masks: the tokens clipped by low, by high and by delta, where −min(r·A, clip(r)·A) is constant in r.
 
@@ -171,8 +230,14 @@ POLICY_LOSSES = {
     "cispo": PolicyLossType(clipped_weight, d_clipped_weight, "tokens", "clipped_weight"),
     "sapo": PolicyLossType(soft_gate, d_soft_gate, "length", "soft_gate", clips=False),
     "vespo": PolicyLossType(gamma_weight, None, "tokens", None, clips=False),
+    "double_sided": PolicyLossType(trusted_weight, None, "tokens", None, outside=outside_by_ratio),
+    "dppo_tv": PolicyLossType(trusted_weight, None, "tokens", None, outside=outside_by_divergence),
+    "dppo_kl": PolicyLossType(trusted_weight, None, "tokens", None, outside=outside_by_divergence),
+    "clip_cov": PolicyLossType(clipped_but_marked, None, "tokens", None, marks=True),
+    "kl_cov": PolicyLossType(held_where_marked, None, "tokens", None, clips=False, marks=True),
 }
 POLICY_LOSS_TYPES = tuple(POLICY_LOSSES)
+BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
 
 
 # ---- the rule ----
@@ -195,8 +260,10 @@ def clip_bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipB
             raise ValueError(f"delta must be None for 'cispo', whose ratio clip_eps bounds already, found {delta}")
     elif delta is not None:
         check_number(delta, "delta", finite=False)
-        if not delta >= 1 + high:
-            raise ValueError(f"delta must be at least 1 + clip_eps = {1 + high}, found {delta}")
+        least = 1.0 if loss_type in BY_DIVERGENCE else 1 + high
+        if not delta >= least:
+            wanted = "1" if loss_type in BY_DIVERGENCE else f"1 + clip_eps = {least}"
+            raise ValueError(f"delta must be at least {wanted}, found {delta}")
     return _bounds(clip_eps, delta, loss_type)
 
 
@@ -204,6 +271,8 @@ def _bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBound
     low, high = clip_eps if isinstance(clip_eps, (tuple, list)) else (clip_eps, clip_eps)
     if loss_type == "cispo":
         return ClipBounds(0.0, float(high), math.inf)
+    if loss_type in BY_DIVERGENCE:
+        return ClipBounds(float(low), float(high), math.inf if delta is None else float(delta))
     return ClipBounds(1 - float(low), 1 + float(high), math.inf if delta is None else float(delta))
 
 
@@ -211,18 +280,23 @@ def _bounds(clip_eps: ClipEps, delta: float | None, loss_type: str) -> ClipBound
 class PolicyRule:
     """Which policy loss: one value from the config to the kernel, checked when it is made.
 
-    loss_type               grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo or vespo; docs/losses.md has the formulas
+    loss_type               grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo, vespo, double_sided, dppo_tv, dppo_kl, clip_cov or
+                            kl_cov; docs/losses.md has the formulas
     importance_level        "token": the token's ratio is clipped; "sequence": the geometric mean of its sequence's (GSPO);
                             "geometric": the tokens' log-ratios are clipped to [−low, high], then their mean is taken (GMPO)
-    clip_eps                ε or (low, high); None is 0.2, for cispo (0.2, 5.0), for the geometric level 0.4. sapo and
-                            vespo clip nothing
-    delta                   upper bound of the ratio where the advantage is negative; None is off
+    clip_eps                ε or (low, high); None is 0.2, for cispo (0.2, 5.0), for dppo_kl 0.05, for the geometric level
+                            0.4. For dppo_tv and dppo_kl it bounds the divergence. sapo, vespo and kl_cov clip nothing
+    delta                   upper bound of the ratio where the advantage is negative, of double_sided, dppo_tv and dppo_kl
+                            where it is positive too; None is off
     beta                    the coefficient of the KL to the reference
     kl_estimator            how the KL is estimated: k1, k2 or k3
     entropy_coef            weight of the entropy bonus
     max_completion_length   what dr_grpo divides by
     sapo_temperatures       temperatures of sapo's gate, for negative and for positive advantages
     vespo_gamma             k and λ of vespo's weight φ(w) = w^k·exp(λ − λw), for negative and for positive advantages
+    cov_fraction            share of the tokens that clip_cov or kl_cov marks, at most
+    cov_bounds              clip_cov marks tokens whose covariance of log-prob and advantage is between these
+    cov_kl_coef             weight of |log r| of the tokens that kl_cov marks
     stale_kl                a sequence with a negative advantage has no policy term where the mean of log(π_old/π) over its
                             tokens is above this; None keeps all
 
@@ -239,16 +313,23 @@ class PolicyRule:
     max_completion_length: int | None = count(None, 1, set_by="max_new_tokens")
     sapo_temperatures: tuple[float, float] = (1.05, 1.0)
     vespo_gamma: tuple[float, float, float, float] = (3.0, 2.0, 2.0, 3.0)
+    cov_fraction: float = number(0.0002, 0, 1, open_low=True)
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    cov_kl_coef: float = number(0.1, 0)
     stale_kl: float | None = number(None, 0)
     row_suffices: ClassVar[bool]  # whether a token's loss needs its own row of logits alone: no sequence, no entropy
 
     def __post_init__(self) -> None:
         check_choice(self.loss_type, "loss_type", tuple(POLICY_LOSSES))  # the table as it is now, with entries of users
         check_fields(self)
-        for name in ("clip_eps", "sapo_temperatures", "vespo_gamma"):
+        for name in ("clip_eps", "sapo_temperatures", "vespo_gamma", "cov_bounds"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        for name, size, open_low in (("sapo_temperatures", 2, True), ("vespo_gamma", 4, False)):
+        for name, size, open_low in (
+            ("sapo_temperatures", 2, True),
+            ("vespo_gamma", 4, False),
+            ("cov_bounds", 2, False),
+        ):
             values = getattr(self, name)
             if not isinstance(values, (tuple, list)) or len(values) != size:
                 raise ValueError(f"{name} must be {size} numbers, found {values!r}")
@@ -268,8 +349,13 @@ class PolicyRule:
         if self.loss_type == "vespo" and self.importance_level != "token":
             found = f"found {self.importance_level!r}"
             raise ValueError(f"importance_level must be 'token' for 'vespo', which weighs whole sequences, {found}")
+        if self.importance_level != "token" and (self.loss_type in BY_DIVERGENCE or self.type.marks):
+            found = f"found {self.importance_level!r}"
+            raise ValueError(
+                f"importance_level must be 'token' for {self.loss_type!r}, which looks at single tokens, {found}"
+            )
         if self.importance_level == "geometric":
-            if self.loss_type in ("cispo", "sapo"):
+            if self.loss_type in ("cispo", "sapo", "double_sided"):
                 wanted = f"'token' or 'sequence' for {self.loss_type!r}"
                 raise ValueError(f"importance_level must be {wanted}, found 'geometric'")
             if self.delta is not None:
@@ -277,7 +363,13 @@ class PolicyRule:
 
     def without_effect(self) -> list[str]:
         """Return a sentence for each option that is set but has no effect with this loss type."""
-        needed = (("sapo_temperatures", "sapo"), ("vespo_gamma", "vespo"))
+        needed = [
+            ("sapo_temperatures", "sapo"),
+            ("vespo_gamma", "vespo"),
+            ("cov_bounds", "clip_cov"),
+            ("cov_kl_coef", "kl_cov"),
+        ]
+        needed += [] if self.type.marks else [("cov_fraction", "clip_cov")]
         return without_use(self, needed, (self.loss_type,))
 
     @property
@@ -286,6 +378,8 @@ class PolicyRule:
             return self.clip_eps
         if self.loss_type == "cispo":
             return 0.2, 5.0
+        if self.loss_type == "dppo_kl":
+            return 0.05
         return 0.4 if self.importance_level == "geometric" else 0.2
 
     @property

@@ -61,6 +61,8 @@ class Trajectory:
     returns_t        the critic's targets
     advantages_t     the advantage of each token
     importance_t     factor of each token's policy term, π_old/π_rollout within bounds; None is 1
+    entropies_t      entropies of the distributions before the update, if they choose tokens
+    marked_t         True for tokens that Clip-Cov leaves out or KL-Cov holds back
     weight           the weight of each of its tokens in the loss
     """
 
@@ -86,6 +88,8 @@ class Trajectory:
     returns_t: torch.Tensor | None = None
     advantages_t: torch.Tensor | None = None
     importance_t: torch.Tensor | None = None
+    entropies_t: torch.Tensor | None = None
+    marked_t: torch.Tensor | None = None
     weight: float = 1.0
 
     def __len__(self) -> int:
@@ -186,7 +190,7 @@ class TokenBatch:
     places_n        index of the token whose hidden state predicts a token of the loss: the token before it
     targets_n       ids of the tokens of the loss
     sequence_n      index of their trajectory
-    old_logps_n, ref_logps_n, values_n, returns_n, advantages_n, importance_n, weights_n
+    old_logps_n, ref_logps_n, values_n, returns_n, advantages_n, importance_n, marked_n, weights_n
                     aligned with places_n, as in `Trajectory`; None where not needed
     routing_NLk     experts to replay, −1 where the routers choose; None: the routers choose everywhere
     groups          trajectories that share a prefix, as `shared_prefixes` returns them; empty if routing is replayed, which
@@ -208,6 +212,7 @@ class TokenBatch:
     returns_n: torch.Tensor | None = None
     advantages_n: torch.Tensor | None = None
     importance_n: torch.Tensor | None = None
+    marked_n: torch.Tensor | None = None
     weights_n: torch.Tensor | None = None
     routing_NLk: torch.Tensor | None = None
     groups: Groups = field(default_factory=list)

@@ -5,6 +5,7 @@ from strop.config.policy_losses import IMPORTANCE_LEVELS, KL_ESTIMATORS, POLICY_
 from strop.config.preference_losses import PREFERENCE_LOSS_TYPES, UNPAIRED_LOSS_TYPES, PreferenceRule, UnpairedRule
 from strop.losses.advantages import gae_advantages, group_advantages, rloo_advantages
 from strop.losses.policy import (
+    covariance_marks,
     kl_estimate,
     policy_loss,
     policy_metrics,
@@ -30,6 +31,7 @@ __all__ = [
     "PreferenceRule",
     "UnpairedRule",
     "clip_bounds",
+    "covariance_marks",
     "gae_advantages",
     "group_advantages",
     "kl_estimate",

@@ -16,6 +16,8 @@ kl and entropy are reduced with the same weights. The fused kernels compute the 
     sapo        −4/τ·σ(τ·(r − 1))·A, τ by the sign of A     1 / (length of its sequence · sequences)    arXiv 2511.20347
     vespo       −stop_gradient(φ(Π r))·A·log π              1 / tokens of the whole update              arXiv 2602.10693
 
+double_sided, dppo_tv, dppo_kl, clip_cov and kl_cov are in `strop.config.policy_losses`; all weigh as dapo.
+
 r is the ratio π/π_old of the token. With importance_level="sequence" it is the geometric mean over the token's sequence
 (GSPO, arXiv 2507.18071); with "geometric" the tokens' ratios are clipped before that mean (GMPO, arXiv 2507.20673).
 Π r is the product over the sequence, φ(w) = w^k·exp(λ − λw).
@@ -66,6 +68,7 @@ def policy_loss(
     *,
     ref_logps: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    marked: torch.Tensor | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
     **rule_options: Unpack[PolicyOptions],
@@ -78,6 +81,7 @@ def policy_loss(
     completion_mask   [B, T] tokens in the loss (None: all); other tokens affect neither value nor gradient
     ref_logps         [B, T] of the reference; if given, the kl is computed
     entropy           [B, T] entropies, for the bonus entropy_coef·entropy and the metrics
+    marked            [B, T] bool, of `covariance_marks`, for clip_cov and kl_cov
     num_tokens, num_sequences   see `token_weights`
     rule_options      fields of `PolicyRule`: loss_type="grpo", clip_eps=0.2 and so on; beta needs ref_logps,
                       entropy_coef needs entropy
@@ -88,7 +92,7 @@ def policy_loss(
     """
     return rows_loss(
         PolicyRule(**rule_options), logps, old_logps, advantages, completion_mask, ref_logps=ref_logps, entropy=entropy,
-        num_tokens=num_tokens, num_sequences=num_sequences,
+        marked=marked, num_tokens=num_tokens, num_sequences=num_sequences,
     )  # fmt: skip
 
 
@@ -101,6 +105,7 @@ def rows_loss(
     *,
     ref_logps: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    marked: torch.Tensor | None = None,
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
 ) -> PolicyLoss:
@@ -110,7 +115,9 @@ def rows_loss(
             raise ValueError(
                 f"{name} must be given where {coefficient} is above 0, found None with {coefficient}={value}"
             )
-    tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask)
+    if rule.type.marks and marked is None:
+        raise ValueError(f"marked must be given for {rule.loss_type!r}, which policy_loss takes, found None")
+    tokens = _tokens_of_rows(rule, logps, old_logps, advantages, completion_mask, marked)
     assert tokens.mask_N is not None
     mask_BT = tokens.mask_N.view(logps.shape)
     weights_BT = weights_of(rule, mask_BT, num_tokens, num_sequences, tokens.logps_N.dtype)
@@ -279,6 +286,37 @@ def policy_metrics(
     return tokens_metrics(rule, tokens, ref_N, entropy_N)
 
 
+def covariance_marks(
+    logps: torch.Tensor,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None,
+    *,
+    rule: PolicyRule,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Return the tokens that Clip-Cov or KL-Cov (arXiv 2505.22617) mark, [B, T] bool, by the rule's loss type.
+
+        covariance of a token = (A − mean of A)·(log π − mean of log π)     means over the unmasked tokens
+
+    kl_cov marks the share cov_fraction with the largest covariances, clip_cov as many, drawn by the seed, of those between
+    cov_bounds; one at least, if there is one. Give all tokens of an update: of a part, others would be marked.
+    """
+    tokens = _tokens_of_rows(rule, logps, None, advantages, completion_mask)
+    assert tokens.mask_N is not None
+    at_n = tokens.mask_N.nonzero()[:, 0]
+    logps_n, advantages_n = (values_N.detach()[at_n].double() for values_N in (tokens.logps_N, tokens.advantages_N))
+    covariances_n = (advantages_n - advantages_n.mean()) * (logps_n - logps_n.mean())
+    num = max(int(rule.cov_fraction * len(at_n)), 1)
+    if rule.loss_type == "kl_cov":
+        chosen_m = covariances_n.topk(min(num, len(at_n))).indices
+    else:
+        low, high = rule.cov_bounds
+        candidates = ((covariances_n > low) & (covariances_n < high)).nonzero()[:, 0]
+        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+        chosen_m = candidates[order[:num].to(candidates.device)]
+    return torch.zeros_like(tokens.mask_N).index_fill(0, at_n[chosen_m], True).view(logps.shape)
+
+
 # ---- tokens in rows ----
 
 
@@ -300,6 +338,7 @@ def _tokens_of_rows(
     old_logps: torch.Tensor | None,
     advantages: torch.Tensor,
     completion_mask: torch.Tensor | None,
+    marked: torch.Tensor | None = None,
 ) -> Tokens:
     mask_BT = _check_tokens(logps, completion_mask)
     logps_BT = _active(logps, mask_BT)
@@ -317,6 +356,7 @@ def _tokens_of_rows(
         sequence_N=torch.arange(B, device=logps_BT.device)[:, None].expand(B, T).reshape(-1),
         num_sequences=B,
         mask_N=mask_BT.reshape(-1),
+        marked_N=None if marked is None else as_completion_mask(marked, logps, "logps").reshape(-1),
     )
 
 

@@ -49,6 +49,9 @@ class PolicyOptions(TypedDict, total=False):
     max_completion_length: int | None
     sapo_temperatures: tuple[float, float]
     vespo_gamma: tuple[float, float, float, float]
+    cov_fraction: float
+    cov_bounds: tuple[float, float]
+    cov_kl_coef: float
     stale_kl: float | None
 
 
@@ -87,10 +90,11 @@ def tokens_of(
     sequence_N: torch.Tensor | None = None,
     num_sequences: int = 0,
     mask_N: torch.Tensor | None = None,
+    marked_N: torch.Tensor | None = None,
 ) -> Tokens:
     """Return `Tokens` made from log-probs and advantages. A sequence-level rule also needs `sequence_N`."""
     log_ratio_N = OnPolicyLogRatio.apply(logps_N) if old_N is None else logps_N - old_N
-    tokens = Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N)
+    tokens = Tokens(logps_N, old_N, log_ratio_N, advantages_N, mask_N, marked_N=marked_N)
     if isinstance(rule, NLL) or rule.row_suffices:
         return tokens
     assert sequence_N is not None
@@ -299,6 +303,9 @@ def tokens_metrics(
     if rule.loss_type == "cispo" or not rule.type.clips:  # cispo clips the weight for either sign of A
         none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
         low_N, high_N, delta_N = none_N, ratio_N > bounds.high if rule.loss_type == "cispo" else none_N, none_N
+    elif rule.type.outside is not None:
+        low_N, high_N = rule.type.outside(tokens, rule)
+        delta_N = ~(low_N | high_N) & (ratio_N > bounds.delta)
     else:
         low_N, high_N, delta_N = tokens.cut_N or cut(tokens.log_ratio_N, tokens.advantages_N, bounds)
         high_N = high_N & (tokens.advantages_N > 0)  # clipping has no effect at A = 0

@@ -307,13 +307,17 @@ class Policy:
         return logp(self.logits(batch), batch.targets_n, temperature=temperature, entropy=entropy)
 
     def loss(
-        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: LMHead | None = None
-    ) -> PolicyLoss:
-        """Return the rule's loss. The batch has the tokens' weights and the other values that the rule reads."""
+        self, batch: TokenBatch, rule: TokenRule, *, temperature: float = 1.0, head: LMHead | None = None,
+        entropy: bool = False,
+    ) -> PolicyLoss:  # fmt: skip
+        """Return the rule's loss. The batch has the tokens' weights and the other values that the rule reads.
+
+        entropy   compute the metric `entropy` also where the loss does not need entropies
+        """
         if self.shards is not None and not self.shards.are_whole:
-            return self.reading(lambda: self.loss(batch, rule, temperature=temperature))
+            return self.reading(lambda: self.loss(batch, rule, temperature=temperature, entropy=entropy))
         assert batch.weights_n is not None
-        if rule.row_suffices and (head := head or self.hidden(batch)) is not None:
+        if rule.row_suffices and not entropy and (head := head or self.hidden(batch)) is not None:
             if self._user_chose_backend():
                 hidden_nH, weight, bias = head
                 return linear_token_loss(
@@ -328,13 +332,16 @@ class Policy:
         if isinstance(rule, NLL):
             return nll_of(self.logps(batch, temperature=temperature), batch.weights_n)
         # entropies cost another pass if they are computed from hidden states, and nothing if all logits are in memory
-        entropy = bool(rule.entropy_coef) or self.no_hidden_because is not None
+        entropy = entropy or bool(rule.entropy_coef) or self.no_hidden_because is not None
         scores: Any = self.logps(batch, temperature=temperature, entropy=entropy, head=head)
         logps_n, entropy_n = scores if entropy else (scores, None)
         old_n, ref_n, advantages_n, weights_n = in_dtype(
             logps_n.dtype, batch.old_logps_n, batch.ref_logps_n, batch.advantages_n, batch.weights_n
         )
-        tokens = tokens_of(rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch))
+        tokens = tokens_of(
+            rule, logps_n, old_n, advantages_n, sequence_N=batch.sequence_n, num_sequences=len(batch),
+            marked_N=None if batch.marked_n is None else batch.marked_n.bool(),
+        )  # fmt: skip
         return tokens_loss(rule, tokens, weights_n, ref_n, entropy_n)
 
     def _row_functions(self, head: LMHead) -> str:
