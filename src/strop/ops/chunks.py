@@ -37,7 +37,6 @@ from strop.ops.head import (
     LogitChunks,
     Wanted,
     add_product,
-    by_onednn,
     cut,
     empty_gradients,
     narrowed,
@@ -260,11 +259,11 @@ def _over_the_gradient(
 ) -> OverTheGradient | None:
     """Return the fewest blocks with which the logits of n tokens fit into the memory of the weight's gradient.
 
-    That memory is the float32 sum plus the workspace. Return None if they do not fit, if the weight needs no gradient,
-    if the row functions need copies of the logits, or if the product chooses its memory itself.
+    That memory is the float32 sum plus the workspace. Return None if they do not fit, if the weight needs no gradient
+    or if the row functions need copies of the logits.
     """
     H, V = head.weight_VH.shape[1], head.V
-    if not wanted.weight or not n or logit_bytes != dtype.itemsize or by_onednn(head.weight_VH, head.weight_VH):
+    if not wanted.weight or not n or logit_bytes != dtype.itemsize:
         return None
     row, gradient_row = n * logit_bytes, H * wanted.weight_dtype.itemsize  # bytes per id
     memory = V * H * sums_in(dtype).itemsize + workspace

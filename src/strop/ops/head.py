@@ -70,19 +70,18 @@ class Head(NamedTuple):
         return round_up(self.V, ROW_MULTIPLE) if self.exact else self.V
 
     def logits(self, hidden_nH: torch.Tensor, vocabulary: slice, memory: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weightᵀ + bias for a slice of the vocabulary, written into `memory` if torch computes it."""
+        """Return hidden @ weightᵀ + bias for a slice of the vocabulary, written into `memory`."""
         if self.exact:
-            from strop.ops.exact import product  # needs Triton
+            from strop.ops.exact import product as exact_product  # needs Triton
 
             out_nV = memory[: len(hidden_nH) * self.row].view(len(hidden_nH), self.row)[:, : self.V]
-            return product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
+            return exact_product(hidden_nH, self.weight_VH, self.bias_V, out=out_nV)
         weight_vH = self.weight_VH[vocabulary]
-        if by_onednn(hidden_nH, weight_vH):
-            return onednn.product(hidden_nH, weight_vH, None if self.bias_V is None else self.bias_V[vocabulary])
         out_nv = memory[: len(hidden_nH) * len(weight_vH)].view(len(hidden_nH), len(weight_vH))
-        if self.bias_V is None:
-            return torch.mm(hidden_nH, weight_vH.T, out=out_nv)
-        return torch.addmm(self.bias_V[vocabulary], hidden_nH, weight_vH.T, out=out_nv)
+        if self.bias_V is not None and not by_onednn(hidden_nH, weight_vH):
+            return torch.addmm(self.bias_V[vocabulary], hidden_nH, weight_vH.T, out=out_nv)
+        product(hidden_nH, weight_vH.T, out_nv)
+        return out_nv if self.bias_V is None else out_nv.add_(self.bias_V[vocabulary])
 
 
 class Wanted(NamedTuple):
@@ -237,7 +236,8 @@ def by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write a @ b into `out`, which may be wider than the factors."""
     if by_onednn(a, b) and out.dtype == a.dtype:
-        out.copy_(onednn.product(a, b.T))
+        for rows in onednn.parts(out):
+            out[rows] = onednn.product(a[rows], b.T)
     elif out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
@@ -249,7 +249,8 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Add a @ b to `out`, which may be wider than the factors."""
     if by_onednn(a, b) and out.dtype == a.dtype:
-        out += onednn.product(a, b.T)
+        for rows in onednn.parts(out):
+            out[rows] += onednn.product(a[rows], b.T)
     elif out.dtype == a.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:

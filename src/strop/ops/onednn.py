@@ -13,6 +13,8 @@ import torch
 
 FEWEST_WEIGHTS = 2**16  # callers leave products with a smaller matrix to torch, which is as fast there
 
+TEMPORARY_BYTES = 2**24  # of results that are then copied to where they belong: oneDNN takes memory of its own
+
 
 @functools.cache
 def has_onednn() -> bool:
@@ -57,3 +59,9 @@ def packed(weight_EH: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def product(x_NH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weightᵀ + bias. The weight may be packed."""
     return torch.ops.mkldnn._linear_pointwise(x_NH, weight_EH, bias_E, "none", [], "")
+
+
+def parts(out_NE: torch.Tensor) -> list[slice]:
+    """Return slices of the rows of a result that have at most TEMPORARY_BYTES each."""
+    num_rows = max(1, TEMPORARY_BYTES // max(1, out_NE[0].nbytes)) if len(out_NE) else 1
+    return [slice(start, start + num_rows) for start in range(0, len(out_NE), num_rows)]

@@ -494,7 +494,11 @@ def _tops(
 def free_memory() -> int:
     """Return the bytes of memory that this machine has free; half of all where it does not say."""
     try:
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        line = next(
+            line
+            for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("MemAvailable")
+        )
         return int(line.split()[1]) << 10
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
