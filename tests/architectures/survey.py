@@ -165,11 +165,15 @@ def measured(kind: str, setting: str, changes: dict[str, Any]) -> dict[str, str]
     try:
         with limited(SECONDS):
             model = model_of(kind, changes)
-            with torch.no_grad():
-                alone(copy.deepcopy(model), ids_of(30, 0))
+            try:
+                alone(copy.deepcopy(model), ids_of(30, 0)).sum().backward()
+            except RuntimeError:  # a constant of float64 in a tensor of float32
+                model = model.float()
+                alone(copy.deepcopy(model), ids_of(30, 0)).sum().backward()
             ahead = looks_ahead(model)
     except Exception as error:  # the model alone fails, or no config of this type is tiny
-        return line | {"result": "not built", "training": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        lines = [one.strip() for one in f"{type(error).__name__}: {error}".splitlines() if one.strip()]
+        return line | {"result": "not built", "training": " ".join(lines)[:300]}
     parts = {}
     for name, check in (("training", check_training), ("rollouts", check_rollouts)):
         try:

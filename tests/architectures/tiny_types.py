@@ -12,25 +12,43 @@ from typing import Any
 import torch
 
 VOCAB, POSITIONS, BOUNDARY, WINDOW, CHUNK = 64, 128, 16, 9, 11
-LARGEST = 1_000_000  # weights
+LARGEST = 5_000_000  # weights
 
 # pattern of a field's whole name → its size; the first that matches
 SIZES: list[tuple[str, int]] = [
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|context_length|model_max_length", POSITIONS),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|context_length|model_max_length",
+        POSITIONS,
+    ),
     (r"original_max_position_embeddings", BOUNDARY),
-    (r"(attention_)?(sliding_)?window(_size)?|attention_window_size|local_attention|keep_window_size|sliding_window_size", WINDOW),
+    (
+        r"(attention_)?(sliding_)?window(_size)?|attention_window_size|local_attention|keep_window_size|sliding_window_size",
+        WINDOW,
+    ),
     (r"attention_chunk_size", CHUNK),
-    (r"(decoder_)?vocab_size(_per_layer_input)?|n_vocab|vocab_size_base|ngram_vocab_size_base", VOCAB),
-    (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|attention_hidden_size|"
-     r"dim_model_base|lru_width|input_embedding_size|output_embedding_size", 64),
-    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_inner|dff|dim_ff|intermediate_size_mlp|feed_forward_size|n_inner)", 48),
-    (r"(num_|n_)?(hidden_layers|layers?|decoder_layers|encoder_layers|num_layers|blocks)|num_(en|de)coder_layers|"
-     r"encoder_layers|decoder_layers", 2),
+    (r".*vocab(_size.*)?", VOCAB),
+    (
+        r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|attention_hidden_size|"
+        r"dim_model_base|lru_width|input_embedding_size|output_embedding_size",
+        64,
+    ),
+    (
+        r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_inner|dff|dim_ff|intermediate_size_mlp|feed_forward_size|n_inner)",
+        48,
+    ),
+    (
+        r"(num_|n_)?(hidden_layers|layers?|decoder_layers|encoder_layers|num_layers|blocks)|num_(en|de)coder_layers|"
+        r"encoder_layers|decoder_layers",
+        2,
+    ),
     (r"(num_|n_)?(encoder_|decoder_|swa_)?(num_)?(attention_)?heads?|mamba_n(um)?_heads", 4),
     (r".*(num_key_value_heads|num_kv_heads)", 2),
     (r"num_query_groups", 2),
-    (r"head_dim|swa_head_dim|kv_channels|dim_head|attention_head_size|v_head_dim|qk_nope_head_dim|linear_head_dim|"
-     r"linear_(key|value)_head_dim|index_head_dim", 16),
+    (
+        r"head_dim|swa_head_dim|kv_channels|dim_head|attention_head_size|v_head_dim|qk_nope_head_dim|linear_head_dim|"
+        r"linear_(key|value)_head_dim|index_head_dim",
+        16,
+    ),
     (r"qk_rope_head_dim|rotary_dim|d_head", 16),
     (r"qk_head_dim", 32),
     (r"mamba_head_?dim|mamba_d_head", 32),
@@ -47,7 +65,15 @@ SIZES: list[tuple[str, int]] = [
     (r"(mamba_)?d_state|mamba_d_state|state_size|ssm_state_size", 8),
     (r"mamba_chunk_size|chunk_size", 4),
     (r"query_pre_attn_scalar", 8),
-]  # fmt: skip
+    (r".*attn_chunk_length", 4),
+    (r".*channels?", 16),
+]
+# fields that a model needs and its config leaves None, and fields that are on and fit no other sizes
+GIVEN = {
+    "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "num_key_value_heads": 2, "head_dim": 16,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    "clip_qkv": 8,
+}  # fmt: skip
 
 
 def shrunk(config: Any) -> dict[str, Any]:
@@ -61,7 +87,12 @@ def shrunk(config: Any) -> dict[str, Any]:
         if isinstance(fields.get(name), (list, tuple)) or (name in fields and "conv_L_cache" in fields):
             kinds = list(dict.fromkeys(fields[name] or ["conv", "full_attention"]))
             kinds += {("mamba",): ["attention"], ("linear_attention",): ["full_attention"]}.get(tuple(kinds), [])
-            changes[name] = (kinds * 2)[: max(2, len(kinds))]
+            each_twice = (
+                "hybrid" in kinds or "num_kv_shared_layers" in fields
+            )  # the second of each shares with the first
+            changes[name] = kinds * 2 if each_twice else (kinds * 2)[: max(2, len(kinds))]
+            if "num_kv_shared_layers" in fields:
+                changes["num_kv_shared_layers"] = len(kinds)
             changes["num_hidden_layers"] = len(changes[name])
     if "attention_types" in fields:
         changes["attention_types"] = [[["global", "local"], 1]]
@@ -73,15 +104,28 @@ def shrunk(config: Any) -> dict[str, Any]:
         changes["mamba_d_head"] = changes["mamba_d_ssm"] // changes["mamba_n_heads"]
     if "mamba_expand" in fields and "mamba_headdim" in fields and "n_mamba_heads" in fields:
         changes["n_mamba_heads"] = fields["mamba_expand"] * changes["hidden_size"] // changes["mamba_headdim"]
-    for name, size in (("num_experts_per_tok", 2), ("n_routed_experts", 4), ("n_shared_experts", 1)):
-        if name in fields and fields[name] is None:
-            changes[name] = size
+    changes |= {name: size for name, size in GIVEN.items() if name in fields and fields[name] is None}
     if "state_size" in fields and "expand" in fields and "head_dim" in fields:
         changes["head_dim"] = 32
-    if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:
-        changes["num_key_value_heads"] = 2
-    if "head_dim" in fields and fields["head_dim"] is None:
-        changes["head_dim"] = 16
+    if "attention_hidden_size" in fields and "attention_head_dim" in fields:  # of a hidden state beside its embedding
+        wide = fields["attention_hidden_size"] // fields["hidden_size"] * changes["hidden_size"]
+        changes |= {"attention_hidden_size": wide, "attention_head_dim": wide // changes["num_attention_heads"]}
+        changes["num_key_value_heads"] = changes["num_attention_heads"]
+    if "num_query_groups" in fields and fields["num_query_groups"] == fields.get("num_attention_heads"):
+        changes["num_query_groups"] = changes["num_attention_heads"]
+    for name, values in fields.items():  # one for each layer
+        if isinstance(values, list) and len(values) == fields.get("num_hidden_layers") and name not in changes:
+            changes[name] = [
+                min(48, one) if type(one) is int else one for one in values[: changes["num_hidden_layers"]]
+            ]
+    if fields.get("rope_parameters") == {} and "layer_types" in changes:
+        changes["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in changes["layer_types"]
+        }
+    if "languages" in fields:
+        changes["default_language"] = fields["languages"][0]
+    if "axial_pos_embds" in fields:
+        changes["axial_pos_embds"] = False
     none = {name: None for name in ("eos_token_id",) if name in fields}
     return changes | none | {"pad_token_id": 0} | without_dropout(config)
 
@@ -101,12 +145,14 @@ def config_of(kind: str, changes: dict[str, Any]) -> Any:
     config_class = CONFIG_MAPPING[kind]
     whole = config_class()
     text = text_of(whole)
-    if text is whole:
-        return config_class(**shrunk(whole) | changes)
-    parts = {name: getattr(whole, name, None) for name in type(whole).sub_configs}
-    return config_class(
-        **{name: shrunk(part) | (changes if part is text else {}) for name, part in parts.items() if part is not None}
-    )
+    found = {name: getattr(whole, name, None) for name in type(whole).sub_configs}
+    parts = {name: shrunk(part) | (changes if part is text else {}) for name, part in found.items() if part is not None}
+    if text is not whole:
+        return config_class(**parts)
+    for name in parts:
+        if "attn" in name:  # it is read there, and its own class does not have it
+            parts[name] |= {"rope_theta": whole.rope_parameters["rope_theta"]}
+    return config_class(**shrunk(whole) | parts | changes)
 
 
 def text_of(config: Any) -> Any:
@@ -131,7 +177,11 @@ def settings_of(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "window", window
     rope = fields.get("rope_parameters")
     if isinstance(rope, dict) and "rope_type" in rope:
-        base = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        base = {
+            key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta") if key in rope
+        }
+        if "original_max_position_embeddings" in rope:
+            base["original_max_position_embeddings"] = BOUNDARY
         yield "dynamic", {
             "rope_parameters": base | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": BOUNDARY
         }  # fmt: skip
@@ -139,7 +189,7 @@ def settings_of(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         half = int(getattr(text, "qk_rope_head_dim", None) or size * rope.get("partial_rotary_factor", 1.0)) // 2
         yield "longrope", {
             "rope_parameters": base | {
-                "rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [4.0 + i for i in range(half)],
+                "rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * half, "long_factor": [4.0 + i for i in range(half)],
                 "original_max_position_embeddings": BOUNDARY, "short_mscale": 1.0, "long_mscale": 1.2,
             }
         } | ({"original_max_position_embeddings": BOUNDARY} if "original_max_position_embeddings" in fields else {})  # fmt: skip
