@@ -142,6 +142,7 @@ def test_transformers_draws_no_bars_of_weights(tmp_path, capfd, monkeypatch):
     from transformers.utils import logging
 
     monkeypatch.setattr(logging, "_tqdm_active", True)
+    monkeypatch.setattr(logging, "_tqdm_hook", None)
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     SFT(model=model_of("llama")).save_pretrained(tmp_path / "saved")
     load_model(tmp_path / "saved")
@@ -149,6 +150,21 @@ def test_transformers_draws_no_bars_of_weights(tmp_path, capfd, monkeypatch):
     for _ in logging.tqdm(range(1), disable=False):  # those of the user's own calls are as they were
         pass
     assert "it/s" in capfd.readouterr().err
+
+
+def test_bars_come_back_whichever_thread_has_loaded_last(monkeypatch):
+    from transformers.utils import logging
+
+    from strop.models.loading import without_bars
+
+    monkeypatch.setattr(logging, "_tqdm_hook", None)
+    one, other = without_bars(), without_bars()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert logging._tqdm_hook is not None
+    other.__exit__(None, None, None)
+    assert logging._tqdm_hook is None
 
 
 def test_no_gpu(monkeypatch):

@@ -317,19 +317,38 @@ def _hugging_face(
     return model.to(device), tokenizer
 
 
+_bars_lock, _bars_off, _bars_before = (
+    threading.Lock(),
+    0,
+    None,
+)  # how many contexts are open, and the hook before the first
+
+
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Turn off transformers' progress bars for loading weights, but not those for downloads from the Hub."""
+    """Turn off transformers' progress bars for loading weights, but not those for downloads from the Hub.
+
+    Several threads may be inside: the bars are as before when the last one has left.
+    """
     from transformers.utils import logging
 
+    global _bars_off, _bars_before
     if not hasattr(logging, "set_tqdm_hook"):  # an older version, whose switch would turn off those for downloads too
         yield
         return
-    before = logging.set_tqdm_hook(lambda make, args, options: make(*args, **{**options, "disable": True}))
+    with _bars_lock:
+        _bars_off += 1
+        if _bars_off == 1:
+            _bars_before = logging.set_tqdm_hook(
+                lambda make, args, options: make(*args, **{**options, "disable": True})
+            )
     try:
         yield
     finally:
-        logging.set_tqdm_hook(before)
+        with _bars_lock:
+            _bars_off -= 1
+            if not _bars_off:
+                logging.set_tqdm_hook(_bars_before)
 
 
 def _forget_quantization(model: nn.Module) -> None:
